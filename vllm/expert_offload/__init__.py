@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts of a mixture-of-experts model in host memory: the part that a patched vLLM release calls.
+
+Read in this order: `roles` (what may leave the GPU), `selection` (what does), `host` (where it goes), `residency` (how
+it moves, and the audit), `staging` (how kernels find it where memory is not mapped), `offloader` (the whole, in the
+order of a start), `graphs` (CUDA graphs beside blocking copies), `report`.
+"""
+
+from .graphs import GraphPlan, plan_graphs
+from .offloader import Memory, Offloader, cache_factor
+
+__all__ = ["GraphPlan", "Memory", "Offloader", "cache_factor", "plan_graphs"]

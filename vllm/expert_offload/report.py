@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a start says about the offload: what moved, where it lies, what stayed and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from .offloader import Offloader
+    from .residency import Item
+
+_PREFIX = "expert offload: "
+
+
+def gib(nbytes: int) -> str:
+    """`nbytes` in GiB, or in MiB below a tenth of one."""
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 0.1 * 2**30 else f"{nbytes / 2**20:.2f} MiB"
+
+
+def _names(items: Iterable[Item], limit: int = 3) -> str:
+    names = [i.name for i in items]
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+def lines(offloader: Offloader) -> list[str]:
+    """The start-up report, a line per fact."""
+    items = list(offloader.items.values())
+    out = [i for i in items if i.out]
+    size = {kind: sum(i.buffer.nbytes for i in out if i.buffer and i.experts is kind) for kind in (True, False)}
+    layers = len({i.layer for i in out})
+    pinned = sum(i.buffer.nbytes for i in out if i.buffer and i.buffer.pinned)
+    total = size[True] + size[False]
+    found = [
+        f"{gib(total)} left the GPU ({len(out)} tensors of {layers} layers): routed experts {gib(size[True])}, "
+        f"dense weights {gib(size[False])}; host memory held {gib(total)}, page-locked {gib(pinned)}"
+    ]
+    if offloader.staging is None:
+        found.append("kernels read host memory in place (mapped, zero copy)")
+    else:
+        staging = offloader.staging.bytes.numel()
+        how = "in stream order" if offloader.pin else "blocking"
+        why = offloader.memory.refused or offloader.memory.unmapped
+        found.append(
+            f"each layer is copied before it runs, {how}, into a staging buffer of {gib(staging)} on the device, "
+            f"so {gib(max(0, total - staging))} are free for other use; because {why}"
+        )
+        if total <= staging:
+            found.append("WARNING: one layer is offloaded and staging takes as much: raise --cpu-offload-gb, nothing is gained")
+    kept = [i for i in items if i.kept]
+    for reason in sorted({i.kept or "" for i in kept}):
+        group = [i for i in kept if i.kept == reason]
+        found.append(f"{len(group)} tensors stay on the GPU: {reason} ({_names(group)})")
+    if offloader.gpu_bytes_unclassified:
+        found.append(f"{len(offloader.gpu_bytes_unclassified)} tensors stay on the GPU: their role is not known "
+                     f"({', '.join(offloader.gpu_bytes_unclassified[:3])}); please report this")
+    return [_PREFIX + line for line in found]
+
+
+def nothing_moved(items: list[Item], device: torch.device, cpu_switch: str) -> str:
+    """The error of a start that was asked to offload and moved nothing."""
+    kept = [i for i in items if i.kept]
+    if kept:
+        why = f"all {len(kept)} candidates stay on the GPU, since {kept[0].kept} ({_names(kept)})"
+    elif device.type == "cpu":
+        why = f"this is the CPU backend, where weights are in host memory anyway (set {cpu_switch}=1 to try offload on it)"
+    else:
+        why = "the model has no decoder layer with a weight that may leave"
+    return f"--cpu-offload-gb was given and no byte left the GPU on any rank: {why}. Start without the flag, or name other weights with --cpu-offload-params"

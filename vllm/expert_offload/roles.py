@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each tensor of a mixture-of-experts layer is, and which of them may leave the GPU.
+
+A release registers the tensors of its experts under names that depend on the quantization method. The table below
+lists every name of every method of the pins, exactly. There is no default: a name that is not listed stays on the
+GPU and the start-up report says so, and `tests/release/test_roles.py` fails for it by name, which is the warning
+that a new release needs.
+
+Only the routed experts' weights leave. Scales, zero points, indices and biases are small, and the kernels' configs keep
+references to them from the moment that `captured` names, so they must stay where they are.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from typing import NamedTuple
+
+
+class Role(enum.Enum):
+    """What a tensor of an expert layer is for."""
+
+    WEIGHT = "routed expert weight"
+    BLOCK_SCALE = "scale per block, group or channel"
+    GLOBAL_SCALE = "scale per expert or tensor"
+    INPUT_SCALE = "scale of the activations"
+    ZERO_POINT = "zero point"
+    INDEX = "index of groups or columns"
+    BIAS = "bias"
+    SHAPE = "shape or type of the checkpoint's tensor"
+    WORKSPACE = "workspace of a kernel"
+
+
+class Method(NamedTuple):
+    """One quantization method: the suffixes behind `w13_` and `w2_`, and when its kernels take hold of the scales.
+
+    `captured` names the moment: "load" while weights are processed, "first" at the first forward pass, "call" read
+    anew at every call; where the pins differ, the older one's stands first.
+    """
+
+    suffixes: tuple[str, ...]
+    captured: str
+    others: tuple[str, ...] = ()
+
+
+# A suffix means the same in every method that uses it.
+SUFFIXES: dict[str, Role] = {
+    "weight": Role.WEIGHT,
+    "weight_packed": Role.WEIGHT,
+    "qweight": Role.WEIGHT,
+    "weight_scale": Role.BLOCK_SCALE,
+    "weight_scale_inv": Role.BLOCK_SCALE,
+    "weight_chan_scale": Role.BLOCK_SCALE,
+    "scale": Role.BLOCK_SCALE,
+    "scales": Role.BLOCK_SCALE,
+    "weight_scale_2": Role.GLOBAL_SCALE,
+    "weight_global_scale": Role.GLOBAL_SCALE,
+    "global_scale": Role.GLOBAL_SCALE,
+    "input_scale": Role.INPUT_SCALE,
+    "input_scale_2": Role.INPUT_SCALE,
+    "input_global_scale": Role.INPUT_SCALE,
+    "input_zero_point": Role.ZERO_POINT,
+    "weight_zero_point": Role.ZERO_POINT,
+    "zero_point": Role.ZERO_POINT,
+    "qzeros": Role.ZERO_POINT,
+    "g_idx": Role.INDEX,
+    "weight_g_idx": Role.INDEX,
+    "g_idx_sort_indices": Role.INDEX,
+    "bias": Role.BIAS,
+    "weight_shape": Role.SHAPE,
+    "qweight_type": Role.SHAPE,
+}
+OTHERS: dict[str, Role] = {"workspace": Role.WORKSPACE, "locks": Role.WORKSPACE}
+
+_WNA16 = "weight_packed weight weight_scale weight_shape weight_g_idx g_idx_sort_indices"
+_FP8 = "weight weight_scale weight_scale_inv input_scale bias"
+_NVFP4 = "weight weight_scale weight_scale_2 input_scale"
+
+
+def _method(suffixes: str, captured: str, others: str = "") -> Method:
+    return Method(tuple(suffixes.split()), captured, tuple(others.split()))
+
+
+# Class name of the method -> its tensors. Read in v0.18.0, v0.26.0 and v0.32.0.
+METHODS: dict[str, Method] = {
+    "AWQMarlinMoEMethod": _method("qweight scales qzeros input_global_scale g_idx_sort_indices weight", "call", "workspace"),
+    "AutoAWQMoEMethod": _method("qweight scales qzeros weight bias", "load", "workspace"),
+    "AutoGPTQMoEMethod": _method(
+        "qweight scales qzeros g_idx g_idx_sort_indices bias input_global_scale weight", "load", "workspace"
+    ),
+    "BitsAndBytesMoEMethod": _method("weight", "first"),
+    "CompressedTensorsW4A16FlydslMoEMethod": _method(_WNA16, "first"),
+    "CompressedTensorsW4A4Mxfp4MoEMethod": _method("weight_packed weight weight_scale bias", "load"),
+    "CompressedTensorsW4A4Nvfp4MoEMethod": _method(
+        "weight_packed weight weight_scale weight_scale_2 weight_global_scale input_scale input_global_scale bias", "load"
+    ),
+    "CompressedTensorsW4A8Fp8MoEMethod": _method(
+        "weight_packed weight_scale weight_chan_scale weight_shape input_scale", "first; load from v0.26.0"
+    ),
+    "CompressedTensorsW4A8Int8MoEMethod": _method("weight_packed weight weight_scale bias", "first"),
+    "CompressedTensorsW8A8Fp8MoEMethod": _method("weight weight_scale input_scale bias", "load"),
+    "CompressedTensorsW8A8Int8MoEMethod": _method("weight weight_scale input_scale", "first; load from v0.26.0"),
+    "CompressedTensorsW8A8Mxfp8MoEMethod": _method("weight weight_scale input_scale", "load"),
+    "CompressedTensorsWNA16MarlinMoEMethod": _method(
+        f"{_WNA16} weight_zero_point input_global_scale", "call; load from v0.26.0", "workspace"
+    ),
+    "CompressedTensorsWNA16MoEMethod": _method(_WNA16, "first"),
+    "CompressedTensorsWNA16RDNA3MoEMethod": _method(f"{_WNA16} qzeros", "first"),
+    "ExpertsInt8MoEMethod": _method("weight scale", "first"),
+    "Fp8MoEMethod": _method(_FP8, "load"),
+    "Fp8OnlineMoEMethod": _method(_FP8, "load"),
+    "Fp8PerBlockOnlineMoEMethod": _method(_FP8, "load"),
+    "Fp8PerTensorOnlineMoEMethod": _method(_FP8, "load"),
+    "Fp8PtpcOnlineMoEMethod": _method(_FP8, "load"),
+    "GGUFMoEMethod": _method("qweight qweight_type", "first"),
+    "GPTQMarlinMoEMethod": _method(
+        "qweight scales qzeros g_idx g_idx_sort_indices input_global_scale weight bias", "call", "workspace"
+    ),
+    "GptOssMxfp4MoEMethod": _method("weight weight_scale bias", "load"),
+    "HummingMoEMethod": _method("weight weight_scale zero_point global_scale bias", "load", "locks"),
+    "Int8OnlineMoEMethod": _method("weight scale weight_scale bias input_scale", "load"),
+    "ModelOptFp8MoEMethod": _method("weight weight_scale input_scale", "load"),
+    "ModelOptMxFp8FusedMoE": _method("weight weight_scale", "call; load from v0.26.0"),
+    "ModelOptNvFp4FusedMoE": _method(_NVFP4, "load"),
+    "MoeWNA16Method": _method("qweight scales qzeros g_idx", "first"),
+    "Mxfp4MoEMethod": _method("weight weight_scale bias", "load"),
+    "Mxfp8OnlineMoEMethod": _method("weight weight_scale weight_scale_inv bias input_scale", "load"),
+    "Nvfp4OnlineMoEMethod": _method(f"{_NVFP4} bias", "load"),
+    "QuarkNvfp4MoEMethod": _method("weight weight_scale weight_scale_2 input_scale_2", "load"),
+    "QuarkOCP_MX_MoEMethod": _method("weight weight_scale input_scale bias", "first; load from v0.26.0"),
+    "QuarkOCP_MX_MoEMethod_OSS": _method("weight weight_scale input_scale bias", "first"),
+    "QuarkW4A8Fp8MoEMethod": _method("weight weight_scale weight_scale_2", "first"),
+    "QuarkW8A8Fp8MoEMethod": _method("weight weight_scale input_scale bias", "call; load from v0.26.0"),
+    "QuarkW8A8Int8MoEMethod": _method(
+        "weight weight_scale input_scale weight_zero_point input_zero_point bias", "first"
+    ),
+    "UnquantizedFusedMoEMethod": _method("weight bias", "load"),
+    "XpuMxfp4MoEMethod": _method("weight weight_scale bias", "call"),
+}
+
+_PROJECTION = re.compile(r"(w13|w2)_(\w+)")
+# Names of a dense layer's own matrix. Its scales and biases stay, as those of experts do.
+_DENSE_WEIGHTS = ("weight", "weight_packed", "qweight")
+
+
+def method_of(module: object) -> str | None:
+    """Class name of the expert quantization method that `module` holds, or None when it is no expert layer."""
+    method = getattr(module, "quant_method", None)
+    for cls in type(method).__mro__ if method is not None else ():
+        if cls.__name__ in METHODS:
+            return cls.__name__
+    return None
+
+
+def role_of(method: str, leaf: str) -> Role | None:
+    """Role of the tensor `leaf` (such as `w13_weight_packed`) under `method`; None when the table does not list it."""
+    entry = METHODS[method]
+    if leaf in entry.others:
+        return OTHERS[leaf]
+    found = _PROJECTION.fullmatch(leaf)
+    return SUFFIXES[found[2]] if found and found[2] in entry.suffixes else None
+
+
+def may_leave(module: object, leaf: str, ndim: int) -> bool:
+    """Whether the parameter `leaf` of `module`, with `ndim` dimensions, may lie in host memory."""
+    method = method_of(module)
+    if method is not None:
+        return role_of(method, leaf) is Role.WEIGHT
+    return leaf in _DENSE_WEIGHTS and ndim >= 2
+
+
+def canonical(name: str, of_experts: bool) -> str:
+    """The name that a user's pattern is matched against, the same in every pin and before and after processing.
+
+    `name` is dotted, as `named_parameters` gives it; `of_experts` tells whether its owner is an expert layer. The
+    weights of experts are `experts.w13_weight` and `experts.w2_weight` whatever their packing. What a release hangs
+    below the expert layer without being a routed expert (shared experts, the router's gate) loses that segment, so
+    that `experts` names the routed experts alone.
+    """
+    parts = [p for p in name.split(".") if p != "routed_experts"]
+    if of_experts:
+        parts[-1] = re.sub(r"(w13|w2)_(?:weight_packed|qweight)", r"\1_weight", parts[-1])
+    else:
+        parts = [p.lstrip("_") for p, after in zip(parts, [*parts[1:], ""]) if p != "experts" or after.isdigit()]
+        parts[-1] = re.sub(r"(?:weight_packed|qweight)", "weight", parts[-1])
+    return ".".join(parts)
