@@ -44,8 +44,11 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def like(flat: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """A view of the bytes `flat` (1-D, uint8, as long as `flat_bytes(tensor)`) with `tensor`'s dtype, shape, strides."""
-    return flat.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+    """A tensor on the bytes `flat` (1-D, uint8, as long as `flat_bytes(tensor)`) with `tensor`'s dtype, shape, strides.
+
+    By way of `.data`, which keeps no reference to the tensors in between: the audit looks at every tensor there is.
+    """
+    return flat.view(tensor.dtype).as_strided(tensor.shape, tensor.stride()).data
 
 
 class HostBuffer:
@@ -67,7 +70,7 @@ class HostBuffer:
         mapping = _Mapping(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         # A forked child would copy the pages when either side writes, and the driver would lose track of them.
         mapping.madvise(mmap.MADV_DONTFORK)
-        self.bytes = torch.frombuffer(mapping, dtype=torch.uint8)[:nbytes]
+        self.bytes = torch.frombuffer(mapping, dtype=torch.uint8)[:nbytes].data
         self.nbytes = nbytes
         self.pinned = pin
         self.sealed = False

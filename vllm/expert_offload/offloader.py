@@ -90,9 +90,10 @@ class Offloader:
         self.selection = Selection(budget, patterns)
         self.items: dict[tuple[int, str], Item] = {}
         self.staging: Staging | None = None
-        self.gpu_bytes_unclassified: list[str] = []
+        self.unclassified: list[str] = []
         self._layers: list[nn.Module] = []
-        self._next_name = ("", 0)
+        self._groups: list[nn.Module] = []  # modules before which a staged group is fetched
+        self._next_name: tuple[str, int] | None = None
         self._summed = False
 
     # -- construction ------------------------------------------------------------------------------------------------
@@ -103,8 +104,7 @@ class Offloader:
 
     def wrap_modules(self, modules: Iterable[nn.Module], prefix: str = "") -> list[nn.Module]:
         """Take from each module as it is built, so that one layer at a time lies whole on the GPU."""
-        (start, first), self._next_name = self._next_name, ("", 0)
-        start = start or (f"{prefix}." if prefix else "")
+        (start, first), self._next_name = self._next_name or (f"{prefix}." if prefix else "", 0), None
         wrapped = []
         for index, module in enumerate(modules, first):
             self._take(f"{start}{index}", module)
@@ -117,15 +117,21 @@ class Offloader:
             return
         layer = len(self._layers)
         self._layers.append(module)
+        group_of: dict[int, int] = {}
         here: dict[str, tuple[Item, nn.Parameter]] = {}
         candidates = []
-        for owner, leaf, name, parameter in _parameters(layer_name, module):
+        for path, owner, leaf, parameter in _parameters(module):
             method = roles.method_of(owner)
+            name = roles.canonical(".".join(part for part in (layer_name, path, leaf) if part), method is not None)
+            before = module.get_submodule(roles.expert_layer(path)) if method is not None else module
+            group = group_of.setdefault(id(before), len(self._groups))
+            if group == len(self._groups):
+                self._groups.append(before)
             if method is not None and roles.role_of(method, leaf) is None:
-                self.gpu_bytes_unclassified.append(f"{name} ({method})")
+                self.unclassified.append(f"{name} ({method})")
             can = roles.may_leave(owner, leaf, parameter.dim()) and not isinstance(parameter, nn.UninitializedParameter)
             candidates.append(Candidate(name, parameter.nbytes if can else 0, method is not None, can))
-            here[name] = (Item(name, owner, layer, method is not None), parameter)
+            here[name] = (Item(name, owner, layer, group, method is not None), parameter)
         taken, returned = self.selection.layer(candidates)
         by_name = {item.name: item for item in self.items.values()} if returned else {}
         for candidate in returned:
@@ -179,7 +185,7 @@ class Offloader:
                 continue
             placed.add(id(parameter))
             if item.out:  # two tensors under one canonical name, such as a checkpoint's and a kernel's
-                item = Item(f"{item.name}#{leaf}", owner, item.layer, item.experts)
+                item = Item(f"{item.name}#{leaf}", owner, item.layer, item.group, item.experts)
                 self.items[id(owner), item.name] = item
             self._down(item, parameter, spares.pop(name, None))
 
@@ -191,27 +197,30 @@ class Offloader:
         owners = {id(i.owner): (i.name, i.owner) for i in out if i.experts}
         names = [(".".join(name.split(".")[:-1]), owner) for name, owner in owners.values()]
         audit(out, names, device, self.staging.holds if self.staging else None)
-        moved = sum(i.buffer.nbytes for i in out if i.buffer)
         if not self._summed:
             self._summed = True
-            if _over_ranks({"moved": moved}, device)["moved"] == 0:
+            if _over_ranks({"moved": self.moved}, device)["moved"] == 0:
                 raise NothingMoved(report.nothing_moved(list(self.items.values()), device, CPU_SWITCH))
         for line in report.lines(self):
             self.log(line)
 
+    @property
+    def moved(self) -> int:
+        """Bytes that lie in host memory instead of on the GPU, on this rank."""
+        return sum(item.buffer.nbytes for item in self.items.values() if item.buffer is not None)
+
     def _stage(self, out: list[Item], device: torch.device) -> None:
         checked = device.type == "cpu"
-        first = self.staging is None
         if self.staging is None:
             self.staging = Staging(device, poison=checked or bool(os.environ.get(POISON_SWITCH)))
-        by_layer: dict[int, list[Bound]] = {}
+        groups: dict[int, list[Item]] = {}
         for item in out:
-            assert item.parameter is not None and item.buffer is not None and item.host is not None
-            by_layer.setdefault(item.layer, []).append(Bound(item.parameter, item.buffer, item.host))
-        for layer, bound in by_layer.items():
-            if first or layer not in self.staging.layers:
-                self.staging.hook(layer, self._layers[layer])
-            self.staging.bind(layer, bound)
+            groups.setdefault(item.group, []).append(item)
+        for group, items in groups.items():
+            if group not in self.staging.groups:
+                self.staging.hook(group, self._groups[group])
+            bound = [Bound(i.parameter, i.buffer, i.host) for i in items if i.parameter is not None and i.buffer is not None and i.host is not None]
+            self.staging.bind(group, items[0].experts, bound)
         self.staging.allocate()
         if checked:
             for item in out:
@@ -236,17 +245,14 @@ class Offloader:
         """Nothing: there is no stream of ours to join."""
 
 
-def _parameters(layer_name: str, module: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Parameter]]:
-    """(owner, attribute, canonical name, parameter) for each parameter once, in order of declaration."""
+def _parameters(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    """(path of the owner, owner, attribute, parameter) for each parameter once, in order of declaration."""
     seen: set[int] = set()
     for path, owner in module.named_modules():
-        experts = roles.method_of(owner) is not None
         for leaf, parameter in owner._parameters.items():
-            if parameter is None or id(parameter) in seen:
-                continue
-            seen.add(id(parameter))
-            name = ".".join(part for part in (layer_name, path, leaf) if part)
-            yield owner, leaf, roles.canonical(name, experts), parameter
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield path, owner, leaf, parameter
 
 
 def _over_ranks(counts: dict[str, int], device: torch.device) -> dict[str, int]:

@@ -32,7 +32,7 @@ def lines(offloader: Offloader) -> list[str]:
     size = {kind: sum(i.buffer.nbytes for i in out if i.buffer and i.experts is kind) for kind in (True, False)}
     layers = len({i.layer for i in out})
     pinned = sum(i.buffer.nbytes for i in out if i.buffer and i.buffer.pinned)
-    total = size[True] + size[False]
+    total = offloader.moved
     found = [
         f"{gib(total)} left the GPU ({len(out)} tensors of {layers} layers): routed experts {gib(size[True])}, "
         f"dense weights {gib(size[False])}; host memory held {gib(total)}, page-locked {gib(pinned)}"
@@ -53,9 +53,9 @@ def lines(offloader: Offloader) -> list[str]:
     for reason in sorted({i.kept or "" for i in kept}):
         group = [i for i in kept if i.kept == reason]
         found.append(f"{len(group)} tensors stay on the GPU: {reason} ({_names(group)})")
-    if offloader.gpu_bytes_unclassified:
-        found.append(f"{len(offloader.gpu_bytes_unclassified)} tensors stay on the GPU: their role is not known "
-                     f"({', '.join(offloader.gpu_bytes_unclassified[:3])}); please report this")
+    if offloader.unclassified:
+        found.append(f"{len(offloader.unclassified)} tensors stay on the GPU: their role is not known "
+                     f"({', '.join(offloader.unclassified[:3])}); please report this")
     return [_PREFIX + line for line in found]
 
 

@@ -33,6 +33,7 @@ class Item:
     name: str
     owner: nn.Module
     layer: int
+    group: int
     experts: bool
     parameter: nn.Parameter | None = None
     buffer: HostBuffer | None = None
@@ -110,7 +111,8 @@ def audit(items: Iterable[Item], owners: Iterable[tuple[str, nn.Module]], device
         if not placed or item.parameter.device.type != device.type:
             faults.append(f"{item.name} was offloaded, but lies on {item.parameter.device} at another address")
     gc.collect()
-    for tensor in [o for o in gc.get_objects() if isinstance(o, torch.Tensor)]:
+    # By type, not isinstance: that would run `__class__` of every object of the process.
+    for tensor in [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]:
         if id(tensor) in ours or tensor.device.type not in ("cpu", device.type) or tensor.layout is not torch.strided:
             continue
         try:

@@ -169,6 +169,14 @@ def may_leave(module: object, leaf: str, ndim: int) -> bool:
     return leaf in _DENSE_WEIGHTS and ndim >= 2
 
 
+def expert_layer(path: str) -> str:
+    """Path of the module that a model calls, from the path of the one that owns the experts' weights.
+
+    From v0.26.0 on the owner is `experts.routed_experts`, which runs inside the expert op, and `experts` is called.
+    """
+    return path.removesuffix(".routed_experts")
+
+
 def canonical(name: str, of_experts: bool) -> str:
     """The name that a user's pattern is matched against, the same in every pin and before and after processing.
 

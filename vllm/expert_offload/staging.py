@@ -3,15 +3,16 @@
 
 The parameters of every layer that has offloaded weights point into one staging buffer, whose address never changes, so
 a compiled graph, an opaque op that looks its layer up by name, and a kernel that kept a pointer all read the same
-place. What is there changes: `expert_offload::fill` copies a layer's bytes in before the layer runs. The op claims to
-write the layer's input, which is what keeps it before the layer's kernels (they depend on that input) and after the
-previous layer's (which made it).
+place. What is there changes: `expert_offload::fill` copies the bytes of a group (one layer's experts, or its dense
+weights) in before the group's module runs. The op claims to write the module's input, which is what keeps it before the
+module's kernels (they depend on that input) and after the previous layer's (which made it).
+
+Experts are fetched right before the expert op, not at the start of their layer: the op is a border for the compiler
+anyway, so a graph that is cut there computes the very same numbers as one that is not.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -23,24 +24,24 @@ from .host import HostBuffer, flat_bytes, like
 _ALIGN = 512
 
 _library = torch.library.Library("expert_offload", "DEF")
-_library.define("fill(Tensor(a!) anchor, int layer) -> ()")
-_library.define("drop(Tensor(a!) anchor, int layer) -> ()")
+_library.define("fill(Tensor(a!) anchor, int group) -> ()")
+_library.define("drop(Tensor(a!) anchor, int group) -> ()")
 
 # One engine per process, as in vLLM itself: a compiled graph names a layer by number, not by object.
 _current: Staging | None = None
 
 
-def _fill(anchor: torch.Tensor, layer: int) -> None:
+def _fill(anchor: torch.Tensor, group: int) -> None:
     assert _current is not None
-    _current.fill(layer)
+    _current.fill(group)
 
 
-def _drop(anchor: torch.Tensor, layer: int) -> None:
+def _drop(anchor: torch.Tensor, group: int) -> None:
     assert _current is not None
-    _current.drop()
+    _current.drop(group)
 
 
-def _traced(anchor: torch.Tensor, layer: int) -> None:
+def _traced(anchor: torch.Tensor, group: int) -> None:
     """Nothing happens while a graph is traced."""
 
 
@@ -49,20 +50,13 @@ for _name, _op in (("fill", _fill), ("drop", _drop)):
     torch.library.register_fake(f"expert_offload::{_name}", _traced, lib=_library)
 
 
-def _anchor_of(forward: Callable[..., Any]) -> Callable[[tuple[Any, ...], dict[str, Any]], torch.Tensor]:
-    """How to find a layer's hidden states among its arguments: by name where there is one, else the first matrix."""
-    names = list(inspect.signature(forward).parameters)
-    position = names.index("hidden_states") if "hidden_states" in names else None
-
-    def anchor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        if position is not None:
-            return args[position] if position < len(args) else kwargs["hidden_states"]
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() >= 2:
-                return value
-        raise TypeError("expert offload: the layer was called without a floating-point matrix to order its copies by")
-
-    return anchor
+def _anchor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """The hidden states among a module's arguments: by name where they are given so, else the first matrix."""
+    named = kwargs.get("hidden_states")
+    for value in (named, *args, *kwargs.values()):
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() >= 2:
+            return value
+    raise TypeError("expert offload: a layer was called without a floating-point matrix to order its copies by")
 
 
 class Bound(NamedTuple):
@@ -74,11 +68,11 @@ class Bound(NamedTuple):
 
 
 class Staging:
-    """The staging buffer and what each layer puts into it.
+    """The staging buffer and what each group of parameters puts into it.
 
     Args:
         device: where kernels run.
-        poison: overwrite the buffer with NaN bytes after each layer, so that a late or early reader shows.
+        poison: overwrite a group's bytes with NaN after its module, so that a late or early reader shows.
     """
 
     def __init__(self, device: torch.device, poison: bool) -> None:
@@ -86,55 +80,56 @@ class Staging:
         self.poison = poison
         self.bytes = torch.empty(0, dtype=torch.uint8, device=device)
         self.fills = 0
-        self.layers: dict[int, list[Bound]] = {}
+        self.groups: dict[int, tuple[bool, list[Bound]]] = {}
         self._copies: dict[int, list[tuple[torch.Tensor, HostBuffer]]] = {}
 
-    def hook(self, layer: int, module: nn.Module) -> None:
-        """Make `module` fetch what `bind` gives it under the number `layer` before each forward pass."""
+    def hook(self, group: int, module: nn.Module) -> None:
+        """Make `module` fetch what `bind` gives it under the number `group` before each forward pass."""
         original, poison = module.forward, self.poison
-        anchor = _anchor_of(original)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            torch.ops.expert_offload.fill(anchor(args, kwargs), layer)
+            torch.ops.expert_offload.fill(_anchor(args, kwargs), group)
             out = original(*args, **kwargs)
             if poison:
-                torch.ops.expert_offload.drop(out[0] if isinstance(out, tuple) else out, layer)
+                torch.ops.expert_offload.drop(out[0] if isinstance(out, tuple) else out, group)
             return out
 
         module.forward = forward  # type: ignore[method-assign]
 
-    def bind(self, layer: int, bound: list[Bound]) -> None:
-        """Say which parameters `layer` needs before it runs."""
-        self.layers[layer] = bound
+    def bind(self, group: int, experts: bool, bound: list[Bound]) -> None:
+        """Say which parameters `group` needs before its module runs, all of them experts' weights or none."""
+        self.groups[group] = (experts, bound)
 
     def allocate(self) -> None:
-        """Make the buffer as large as the layer that needs most, and point every bound parameter into it."""
+        """Make room for the largest group of experts and the largest of dense weights, and point parameters there."""
         global _current
-        size = max((sum(_aligned(b.buffer.nbytes) for b in bound) for bound in self.layers.values()), default=0)
-        self.bytes = torch.empty(size, dtype=torch.uint8, device=self.device)
+        need = {kind: [sum(_aligned(b.buffer.nbytes) for b in bound) for k, bound in self.groups.values() if k is kind] for kind in (True, False)}
+        start_of = {True: 0, False: max(need[True], default=0)}
+        self.bytes = torch.empty(start_of[False] + max(need[False], default=0), dtype=torch.uint8, device=self.device)
         if self.poison:
             self.bytes.fill_(0xFF)
         self._copies.clear()
-        for layer, bound in self.layers.items():
-            copies, start = [], 0
+        for group, (experts, bound) in self.groups.items():
+            copies, start = [], start_of[experts]
             for b in bound:
                 part = self.bytes[start : start + b.buffer.nbytes]
                 b.parameter.data = like(part, b.host)
                 copies.append((part, b.buffer))
                 start += _aligned(b.buffer.nbytes)
-            self._copies[layer] = copies
+            self._copies[group] = copies
         _current = self
 
-    def fill(self, layer: int) -> None:
-        """Copy the bytes of `layer` into the buffer: in stream order from page-locked memory, blocking from pageable."""
+    def fill(self, group: int) -> None:
+        """Copy the bytes of `group` into the buffer: in stream order from page-locked memory, blocking from pageable."""
         self.fills += 1
-        for part, buffer in self._copies[layer]:
+        for part, buffer in self._copies[group]:
             with buffer.opened() as source:
                 part.copy_(source, non_blocking=buffer.pinned)
 
-    def drop(self) -> None:
-        """Overwrite the buffer: every floating-point format reads NaN."""
-        self.bytes.fill_(0xFF)
+    def drop(self, group: int) -> None:
+        """Overwrite the bytes of `group`: every floating-point format reads NaN."""
+        for part, _ in self._copies[group]:
+            part.fill_(0xFF)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` lies in the staging buffer, by address."""

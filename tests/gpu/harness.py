@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Synthetic models on a real engine, several in one process: build, generate, measure, change an expert, end.
+
+Weights come from a seed per parameter name, drawn on the GPU, so two engines that differ only in where weights lie are
+the same model. Expert weights are large: with small ones a fault in an expert does not show in the tokens.
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import gc
+import hashlib
+import json
+import os
+import platform
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+import torch
+
+EXPERT_SCALE = 3.0
+SWITCHES = ("VLLM_WEIGHT_OFFLOADING_DISABLE_UVA", "VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY")
+
+
+def quantization(scheme: str) -> dict | None:
+    """The compressed-tensors configuration of `scheme`: experts quantized, all else left alone."""
+    ignore = ["lm_head", "re:.*visual.*", "re:.*mlp.gate$", "re:.*linear_attn.*", "re:.*self_attn.*", "re:.*shared_expert.*", "re:.*mtp.*"]
+    if scheme == "bf16":
+        return None
+    if scheme == "nvfp4":
+        four = dict(num_bits=4, type="float", strategy="tensor_group", group_size=16, symmetric=True)
+        group = dict(targets=["Linear"], format="nvfp4-pack-quantized", weights=dict(four, dynamic=False), input_activations=dict(four, dynamic="local"))
+        name = "nvfp4-pack-quantized"
+    else:
+        group = dict(targets=["Linear"], weights=dict(num_bits=4, type="int", strategy="group", group_size=128, symmetric=True, dynamic=False))
+        name = "pack-quantized"
+    return dict(quant_method="compressed-tensors", format=name, ignore=ignore, config_groups=dict(group_0=group), quantization_status="compressed")
+
+
+def qwen35(folder: Path, scheme: str, layers: int = 8) -> str:
+    """A Qwen3.5-MoE of `layers` layers (gated delta net and attention), 64 experts of width 512, 8 a token."""
+    try:
+        from transformers import CONFIG_MAPPING
+
+        config = CONFIG_MAPPING["qwen3_5_moe"]().to_dict()
+    except Exception:  # transformers 4 does not know the model; the release brings the class
+        from vllm.transformers_utils.configs.qwen3_5_moe import Qwen3_5MoeConfig
+
+        config = Qwen3_5MoeConfig().to_dict()
+    text = config["text_config"]
+    text.update(num_hidden_layers=layers, layer_types=text["layer_types"][:layers], dtype="bfloat16", torch_dtype="bfloat16",
+                eos_token_id=None, num_experts=64, vocab_size=8192)
+    config["vision_config"]["depth"] = 1
+    config.update(architectures=["Qwen3_5MoeForConditionalGeneration"], dtype="bfloat16", quantization_config=quantization(scheme))
+    return write(folder / f"qwen35-{scheme}-{layers}", config)
+
+
+def nemotron(folder: Path) -> str:
+    """A hybrid of the Nemotron-H kind: Mamba2 layers (views taken at construction), experts, attention; bf16."""
+    pattern = "MEM*EME"
+    config = dict(model_type="nemotron_h", architectures=["NemotronHForCausalLM"], vocab_size=8192, hidden_size=1024, intermediate_size=2048,
+                  num_hidden_layers=len(pattern), hybrid_override_pattern=pattern, num_attention_heads=8, head_dim=128, num_key_value_heads=2,
+                  mlp_hidden_act="relu2", ssm_state_size=128, mamba_num_heads=16, mamba_n_groups=8, n_groups=8, mamba_head_dim=64, mamba_d_conv=4,
+                  conv_kernel=4, mamba_hidden_act="silu", chunk_size=256, use_conv_bias=True, mamba_proj_bias=False, use_bias=False, mlp_bias=False,
+                  attention_bias=False, layer_norm_epsilon=1e-5, n_routed_experts=32, n_shared_experts=1, moe_intermediate_size=512,
+                  moe_shared_expert_intermediate_size=512, num_experts_per_tok=4, n_group=1, topk_group=1, norm_topk_prob=True,
+                  routed_scaling_factor=1.0, max_position_embeddings=4096, residual_in_fp32=False, tie_word_embeddings=False, rope_theta=10000.0,
+                  expand=2, time_step_limit=[0.0, 1e9], num_logits_to_keep=1, torch_dtype="bfloat16", dtype="bfloat16", bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    return write(folder / "nemotron", {k: v for k, v in config.items() if v is not None})
+
+
+def write(path: Path, config: dict) -> str:
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    return str(path)
+
+
+@torch.no_grad()
+def fill(model: torch.nn.Module, *_: object, **__: object) -> None:
+    """Deterministic weights by parameter name, the same values wherever a parameter lies."""
+    for path, module in model.named_modules():
+        for leaf, p in module._parameters.items():
+            if p is None or p.device.type == "meta":
+                continue
+            g = torch.Generator(device="cuda").manual_seed(int.from_bytes(hashlib.sha256(f"{path}.{leaf}".encode()).digest()[:4], "little"))
+            expert = leaf.startswith(("w13", "w2"))
+            if p.dtype in (torch.uint8, torch.int32):
+                if "zero" in leaf or "g_idx" in leaf:
+                    continue
+                v = torch.empty(p.nbytes, dtype=torch.uint8, device="cuda").random_(0, 256, generator=g).view(p.dtype).view(p.shape)
+            elif p.dtype == torch.float8_e4m3fn:
+                v = (torch.rand(p.shape, generator=g, device="cuda") * 3 + 1).to(p.dtype)
+            elif "global_scale" in leaf:
+                v = torch.full(p.shape, 300.0 / (EXPERT_SCALE if expert else 1), device="cuda").to(p.dtype)
+            elif "scale" in leaf:
+                v = ((torch.rand(p.shape, generator=g, device="cuda") * 0.004 + 0.002) * (EXPERT_SCALE if expert else 1)).to(p.dtype)
+            elif "norm" in type(module).__name__.lower() and p.dim() == 1:
+                v = torch.full(p.shape, 0.0 if "Gemma" in type(module).__name__ else 1.0, device="cuda").to(p.dtype)
+            elif leaf == "A":  # Mamba's decay must be negative
+                v = -(torch.rand(p.shape, generator=g, device="cuda") + 0.5).to(p.dtype)
+            elif p.is_floating_point():
+                v = (torch.randn(p.shape, generator=g, device="cuda") * (0.06 if expert else 0.02)).to(p.dtype)
+            else:
+                continue
+            p.data.copy_(v.view(p.shape))
+
+
+def pretend(wsl: bool) -> None:
+    """Make the platform look like WSL2, or not: the kernel's release string is all that releases look at."""
+    real = os.uname()
+    release = "5.15.167.4-microsoft-standard-WSL2" if wsl else real.release
+    fake = collections.namedtuple("uname_result", "system node release version machine processor")(real.sysname, real.nodename, release, real.version, real.machine, "")
+    platform.uname = lambda: fake
+    from vllm.platforms import interface
+    from vllm.utils import platform_utils
+
+    for f in (interface.in_wsl, platform_utils.is_pin_memory_available, platform_utils.is_uva_available):
+        getattr(f, "cache_clear", lambda: None)()
+
+
+def lies(pointer: int) -> str:
+    """Where the driver says that `pointer` lies: "unregistered", "host", "device" or "managed"."""
+
+    class Attributes(ctypes.Structure):
+        _fields_ = [("type", ctypes.c_int), ("device", ctypes.c_int), ("device_pointer", ctypes.c_void_p), ("host_pointer", ctypes.c_void_p), ("reserved", ctypes.c_long * 8)]
+
+    assert torch.version.cuda is not None
+    runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")
+    found = Attributes()
+    assert runtime.cudaPointerGetAttributes(ctypes.byref(found), ctypes.c_void_p(pointer)) == 0
+    return ("unregistered", "host", "device", "managed")[found.type]
+
+
+@dataclass
+class Run:
+    """One engine: its tokens, what loading left allocated on the GPU, and how often a graph was replayed."""
+
+    llm: object
+    tokens: list[list[int]] = field(default_factory=list)
+    loaded: int = 0
+    peak: int = 0
+    replays: int = 0
+    seconds: float = 0.0
+
+    @property
+    def offloader(self):
+        from vllm.model_executor.offloader import get_offloader
+
+        return get_offloader()
+
+    def generate(self, tokens: int = 64) -> list[list[int]]:
+        from vllm import SamplingParams
+
+        prompts = [{"prompt_token_ids": [(i * 7919 + k * 104729) % 8000 + 100 for i in range(32)]} for k in range(2)]
+        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        return [list(o.outputs[0].token_ids) for o in self.llm.generate(prompts, sampling, use_tqdm=False)]
+
+    def swap_two_experts(self) -> None:
+        """Exchange the first two experts' gate and up weights of one offloaded layer, where they lie in host memory."""
+        item = next(i for i in self.offloader.items.values() if i.out and i.name.endswith("w13_weight"))
+        torch.cuda.synchronize()
+        kept = item.host[0].clone()
+        item.host[0].copy_(item.host[1])
+        item.host[1].copy_(kept)
+
+
+def start(model: str, *, eager: bool, memory: str = "mapped", **kw) -> Run:
+    """An engine. `memory` is "mapped", "pinned" (no UVA), "pageable" (WSL's rules) or "unpinned" (the switch)."""
+    import vllm.envs as envs
+    import vllm.model_executor.model_loader.dummy_loader as dummy
+    from vllm import LLM
+    from vllm.model_executor.model_loader import base_loader
+
+    for name in SWITCHES:
+        os.environ.pop(name, None)
+    if memory == "pinned":
+        os.environ[SWITCHES[0]] = "1"
+    if memory == "unpinned":
+        os.environ[SWITCHES[1]] = "1"
+    getattr(envs, "disable_envs_cache", lambda: None)()
+    pretend(memory == "pageable")
+    dummy.initialize_dummy_weights = fill
+    dummy.DummyModelLoader.load_weights = lambda self, model, config: fill(model)
+    run = Run(llm=None)
+    load = base_loader.BaseModelLoader.load_model
+
+    def measured(self, *a, **k):
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        out = load(self, *a, **k)
+        gc.collect()
+        torch.cuda.synchronize()
+        run.loaded = torch.cuda.memory_allocated() - before
+        run.peak = torch.cuda.max_memory_allocated() - before
+        return out
+
+    settings = dict(load_format="dummy", skip_tokenizer_init=True, enforce_eager=eager, gpu_memory_utilization=0.08, max_model_len=1024,
+                    max_num_seqs=4, max_num_batched_tokens=1024, enable_prefix_caching=False, seed=0)
+    if "qwen35" in model:
+        settings.update(language_model_only=True, gdn_prefill_backend="triton")
+    if not eager:
+        settings["compilation_config"] = {"cudagraph_capture_sizes": [1, 2, 4]}
+    replay = torch.cuda.CUDAGraph.replay
+
+    def counted(graph):
+        run.replays += 1
+        return replay(graph)
+
+    began = time.time()
+    base_loader.BaseModelLoader.load_model = measured
+    try:
+        run.llm = LLM(model=model, **{**settings, **kw})
+    finally:
+        base_loader.BaseModelLoader.load_model = load
+    torch.cuda.CUDAGraph.replay = counted
+    try:
+        run.tokens = run.generate()
+    finally:
+        torch.cuda.CUDAGraph.replay = replay
+    run.seconds = time.time() - began
+    return run
+
+
+def end(run: Run) -> None:
+    """Free everything that the engine held on the card, so that the next one starts on an empty one."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.model_executor.offloader import base
+
+    core = run.llm.llm_engine.engine_core.engine_core
+    runner = core.model_executor.driver_worker.worker.model_runner
+    free(runner.kv_caches)
+    free(list(runner.model.parameters()) + list(runner.model.buffers()))
+    del core, runner
+    run.llm = None
+    base.set_offloader(base.NoopOffloader())
+    torch._dynamo.reset()
+    cleanup_dist_env_and_memory()
+    gc.collect()
+    torch.cuda.empty_cache()
+    print(f"after the end {torch.cuda.memory_allocated() / 2**20:.0f} MiB are allocated, {torch.cuda.memory_reserved() / 2**20:.0f} reserved", flush=True)
+
+
+def free(tensors) -> None:
+    """Give back the storage of each tensor that torch's allocator made, whoever else still points to it."""
+    for t in tensors:
+        if isinstance(t, (list, tuple)):
+            free(t)
+        elif t.is_cuda and t.untyped_storage().resizable():
+            t.untyped_storage().resize_(0)
