@@ -30,7 +30,7 @@ def figures():
         command = "python3 -m pytest -m gpu tests/gpu"
         rows.append(dict(release=vllm.__version__, gpu=torch.cuda.get_device_name(), case=case, value=value, unit=unit, command=command, **more))
         if path := os.environ.get("EXPERT_OFFLOAD_FIGURES"):
-            with open(path, "w") as f:
+            with open(f"{path}{os.environ.get('PYTEST_XDIST_WORKER', '')}", "w") as f:
                 json.dump(rows, f, indent=1)
 
     return note

@@ -238,7 +238,7 @@ def end(run: Run) -> None:
     core = run.llm.llm_engine.engine_core.engine_core
     runner = core.model_executor.driver_worker.worker.model_runner
     free(runner.kv_caches)
-    free(list(runner.model.parameters()) + list(runner.model.buffers()))
+    free(runner.model.parameters())  # not buffers: vLLM keeps rotary tables for the next model of the process
     del core, runner
     run.llm = None
     base.set_offloader(base.NoopOffloader())

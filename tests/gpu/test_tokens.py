@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokens with experts in host memory equal the resident model's, in every mode, and the bytes reported left the GPU."""
 
+import fcntl
+import json
+import os
+
 import pytest
 
 pytestmark = pytest.mark.gpu
@@ -11,18 +15,25 @@ AMOUNTS = {"one-layer": 0.05, "half": HALF, "all": 8.0}
 
 @pytest.fixture(scope="session")
 def resident(tmp_path_factory):
-    """One resident run per scheme and mode: (model path, tokens, bytes allocated by loading)."""
+    """One resident run per scheme and mode: (model path, tokens, bytes allocated by loading).
+
+    Kept in a file, so that several processes (`pytest -n 6`) on one card share them.
+    """
     import harness
 
-    folder, known = tmp_path_factory.mktemp("models"), {}
+    workers = bool(os.environ.get("PYTEST_XDIST_WORKER"))
+    folder = tmp_path_factory.getbasetemp().parent if workers else tmp_path_factory.mktemp("models")
 
     def get(scheme: str, eager: bool):
-        if (scheme, eager) not in known:
-            path = harness.nemotron(folder) if scheme == "nemotron" else harness.qwen35(folder, scheme)
-            run = harness.start(path, eager=eager)
-            known[scheme, eager] = (path, run.tokens, run.loaded)
-            harness.end(run)
-        return known[scheme, eager]
+        kept = folder / f"resident-{scheme}-{'eager' if eager else 'compiled'}.json"
+        with open(f"{kept}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not kept.exists():
+                path = harness.nemotron(folder) if scheme == "nemotron" else harness.qwen35(folder, scheme)
+                run = harness.start(path, eager=eager)
+                kept.write_text(json.dumps([path, run.tokens, run.loaded]))
+                harness.end(run)
+        return json.loads(kept.read_text())
 
     return get
 
