@@ -203,7 +203,7 @@ def start(model: str, *, eager: bool, memory: str = "mapped", **kw) -> Run:
         run.peak = torch.cuda.max_memory_allocated() - before
         return out
 
-    settings = dict(load_format="dummy", skip_tokenizer_init=True, enforce_eager=eager, gpu_memory_utilization=0.08, max_model_len=1024,
+    settings = dict(load_format="dummy", skip_tokenizer_init=True, enforce_eager=eager, gpu_memory_utilization=0.08, kv_cache_memory_bytes=2**30, max_model_len=1024,
                     max_num_seqs=4, max_num_batched_tokens=1024, enable_prefix_caching=False, seed=0)
     if "qwen35" in model:
         settings.update(language_model_only=True, gdn_prefill_backend="triton")
