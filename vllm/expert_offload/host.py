@@ -59,10 +59,8 @@ class HostBuffer:
         pin: page-lock it for the current CUDA device; raises PinError when the driver refuses.
 
     `bytes` is a 1-D uint8 CPU tensor over the whole buffer. `alias` is the address range at which the device reads
-    the same bytes once `map_with` was called: it may differ from the host's (WSL).
+    the same bytes once `mapped` was called: it may differ from the host's (WSL).
     """
-
-    _live: weakref.WeakSet[HostBuffer] = weakref.WeakSet()
 
     def __init__(self, nbytes: int, pin: bool) -> None:
         if nbytes <= 0:
@@ -80,12 +78,10 @@ class HostBuffer:
             status = int(torch.cuda.cudart().cudaHostRegister(pointer, nbytes, _REGISTER_FLAGS))
             if status != 0:
                 raise PinError(
-                    f"the driver refused to page-lock {nbytes / 2**30:.2f} GiB of host memory (CUDA error {status}; "
-                    f"{pinned_bytes() / 2**30:.2f} GiB are page-locked already): set "
+                    f"the driver refused to page-lock {nbytes / 2**20:.1f} MiB of host memory (CUDA error {status}): set "
                     "VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY=1 to serve from pageable memory, or lower --cpu-offload-gb"
                 )
             mapping.registered_at = pointer
-        HostBuffer._live.add(self)
 
     def tensor_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """A CPU tensor over the buffer with the dtype, shape and strides of `tensor`."""
@@ -124,12 +120,24 @@ class HostBuffer:
         return start <= address < start + self.nbytes or (self.alias is not None and self.alias[0] <= address < self.alias[1])
 
 
-def buffer_of(tensor: torch.Tensor) -> HostBuffer | None:
-    """The live host buffer that the first byte of `tensor` lies in, by address; None when it lies elsewhere."""
-    address = tensor.data_ptr()
-    return next((b for b in list(HostBuffer._live) if b.holds(address)), None) if address else None
+class Arena:
+    """The host buffers of one offloader, page-locked or none of them.
 
+    Args:
+        pin: page-lock every buffer.
+    """
 
-def pinned_bytes() -> int:
-    """Bytes of all live buffers that are page-locked."""
-    return sum(b.nbytes for b in list(HostBuffer._live) if b.pinned)
+    def __init__(self, pin: bool) -> None:
+        self.pin = pin
+        self._live: weakref.WeakSet[HostBuffer] = weakref.WeakSet()
+
+    def take(self, nbytes: int, spare: HostBuffer | None = None) -> HostBuffer:
+        """`spare` when it has the right size, else a new buffer of `nbytes` bytes."""
+        buffer = spare if spare is not None and spare.nbytes == nbytes else HostBuffer(nbytes, self.pin)
+        self._live.add(buffer)
+        return buffer
+
+    def holding(self, tensor: torch.Tensor) -> HostBuffer | None:
+        """The live buffer that the first byte of `tensor` lies in, by address; None when it lies elsewhere."""
+        address = tensor.data_ptr()
+        return next((b for b in list(self._live) if b.holds(address)), None) if address else None

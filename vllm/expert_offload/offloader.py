@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from . import report, roles
-from .host import HostBuffer
+from .host import Arena, HostBuffer
 from .residency import Item, MappedView, audit, come_back, leave
 from .selection import Candidate, Selection
 from .staging import Bound, Staging
@@ -84,7 +84,7 @@ class Offloader:
 
     def __init__(self, budget: int, patterns: set[str], memory: Memory, log: Callable[[str], None]) -> None:
         self.memory = memory
-        self.pin = memory.kind != "pageable"
+        self.arena = Arena(pin=memory.kind != "pageable")
         self.view = memory.view if memory.kind == "mapped" else None
         self.log = log
         self.selection = Selection(budget, patterns)
@@ -145,7 +145,7 @@ class Offloader:
                 self._down(item, parameter)
 
     def _down(self, item: Item, parameter: nn.Parameter, spare: HostBuffer | None = None) -> None:
-        leave(item, parameter, self.pin, self.view, spare)
+        leave(item, parameter, self.arena, self.view, spare)
 
     def built(self) -> None:
         """The model stands: every pattern must have matched something, on this rank or another."""
@@ -196,7 +196,7 @@ class Offloader:
             self._stage(out, device)
         owners = {id(i.owner): (i.name, i.owner) for i in out if i.experts}
         names = [(".".join(name.split(".")[:-1]), owner) for name, owner in owners.values()]
-        audit(out, names, device, self.staging.holds if self.staging else None)
+        audit(out, names, device, self.arena, self.staging.holds if self.staging else None)
         if not self._summed:
             self._summed = True
             if _over_ranks({"moved": self.moved}, device)["moved"] == 0:

@@ -41,7 +41,7 @@ def lines(offloader: Offloader) -> list[str]:
         found.append("kernels read host memory in place (mapped, zero copy)")
     else:
         staging = offloader.staging.bytes.numel()
-        how = "in stream order" if offloader.pin else "blocking"
+        how = "in stream order" if offloader.arena.pin else "blocking"
         why = offloader.memory.refused or offloader.memory.unmapped
         found.append(
             f"each layer is copied before it runs, {how}, into a staging buffer of {gib(staging)} on the device, "

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .host import HostBuffer, buffer_of, flat_bytes, like
+from .host import Arena, HostBuffer, flat_bytes, like
 from .staging import to_device, to_host
 
 MappedView = Callable[[torch.Tensor], torch.Tensor]
@@ -46,20 +46,18 @@ class Item:
         return self.buffer is not None
 
 
-def leave(item: Item, parameter: nn.Parameter, pin: bool, view: MappedView | None, spare: HostBuffer | None = None) -> bool:
+def leave(item: Item, parameter: nn.Parameter, arena: Arena, view: MappedView | None, spare: HostBuffer | None = None) -> bool:
     """Move `parameter`'s data to host memory; False, with `item.kept` set, when something else still holds its bytes.
 
     Args:
         item: gets the buffer, and a CPU tensor on it.
-        pin: page-lock the buffer.
+        arena: where the buffer comes from.
         view: makes the device's view of a page-locked 1-D uint8 CPU tensor (zero copy); None leaves `.data` on the host.
-        spare: a buffer to use again when it has the right size and kind.
+        spare: a buffer to use again when it has the right size.
     """
     old = parameter.data
     offset, shape, stride, device = old.storage_offset(), old.shape, old.stride(), old.device
-    nbytes = flat_bytes(old).numel()
-    reusable = spare is not None and spare.nbytes == nbytes and spare.pinned == pin
-    buffer = spare if reusable and spare is not None else HostBuffer(nbytes, pin)
+    buffer = arena.take(flat_bytes(old).numel(), spare)
     to_host(buffer, old)
     host = buffer.tensor_like(old)
     dying = StorageWeakRef(old.untyped_storage())
@@ -85,8 +83,13 @@ def come_back(item: Item, device: torch.device) -> None:
     item.parameter = None  # processing may replace it, and nothing of ours should keep the old one alive
 
 
-def audit(items: Iterable[Item], owners: Iterable[tuple[str, nn.Module]], device: torch.device,
-          in_staging: Callable[[torch.Tensor], bool] | None) -> None:
+def audit(
+    items: Iterable[Item],
+    owners: Iterable[tuple[str, nn.Module]],
+    device: torch.device,
+    arena: Arena,
+    in_staging: Callable[[torch.Tensor], bool] | None,
+) -> None:
     """Check every tensor that Python can reach against where it should lie; raise AuditError with names.
 
     - An offloaded parameter lies in the staging buffer, or at the device's address of its own host buffer.
@@ -98,6 +101,7 @@ def audit(items: Iterable[Item], owners: Iterable[tuple[str, nn.Module]], device
         items: all that left.
         owners: the expert layers, by name.
         device: where kernels run.
+        arena: whose buffers to look for.
         in_staging: whether a tensor lies in the staging buffer; None when memory is mapped.
     """
     items = [i for i in items if i.out]
@@ -116,7 +120,7 @@ def audit(items: Iterable[Item], owners: Iterable[tuple[str, nn.Module]], device
         if id(tensor) in ours or tensor.device.type not in ("cpu", device.type) or tensor.layout is not torch.strided:
             continue
         try:
-            buffer = buffer_of(tensor)
+            buffer = arena.holding(tensor)
         except RuntimeError:  # a fake or functional tensor of a compiler has no address
             continue
         if buffer is None:
