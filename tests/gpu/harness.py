@@ -138,6 +138,11 @@ def lies(pointer: int) -> str:
     return ("unregistered", "host", "device", "managed")[found.type]
 
 
+def requested() -> int:
+    """Bytes of the live tensors on the card, without what the allocator's blocks are larger (up to 1 MiB each)."""
+    return torch.cuda.memory_stats()["requested_bytes.all.current"]
+
+
 @dataclass
 class Run:
     """One engine: its tokens, what loading left allocated on the GPU, and how often a graph was replayed."""
@@ -145,7 +150,6 @@ class Run:
     llm: object
     tokens: list[list[int]] = field(default_factory=list)
     loaded: int = 0
-    peak: int = 0
     replays: int = 0
     seconds: float = 0.0
 
@@ -195,12 +199,11 @@ def start(model: str, *, eager: bool, memory: str = "mapped", **kw) -> Run:
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        before = requested()
         out = load(self, *a, **k)
         gc.collect()
         torch.cuda.synchronize()
-        run.loaded = torch.cuda.memory_allocated() - before
-        run.peak = torch.cuda.max_memory_allocated() - before
+        run.loaded = requested() - before
         return out
 
     settings = dict(load_format="dummy", skip_tokenizer_init=True, enforce_eager=eager, gpu_memory_utilization=0.08, kv_cache_memory_bytes=2**30, max_model_len=1024,

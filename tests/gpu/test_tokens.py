@@ -60,10 +60,10 @@ def check(run, tokens, loaded, eager, memory, note, case):
     assert run.generate() != tokens, "void: two experts changed places and no token did"
 
 
-@pytest.mark.parametrize("amount", AMOUNTS)
-@pytest.mark.parametrize("memory", ["mapped", "pageable", "pinned"])
+@pytest.mark.parametrize("scheme", ["nvfp4", "w4a16"])  # the uppermost varies first: each worker makes another baseline
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
-@pytest.mark.parametrize("scheme", ["nvfp4", "w4a16"])
+@pytest.mark.parametrize("memory", ["mapped", "pageable", "pinned"])
+@pytest.mark.parametrize("amount", AMOUNTS)
 def test_qwen35(scheme, eager, memory, amount, resident, figures, monkeypatch):
     import harness
 
@@ -76,8 +76,8 @@ def test_qwen35(scheme, eager, memory, amount, resident, figures, monkeypatch):
         harness.end(run)
 
 
-@pytest.mark.parametrize("memory", ["mapped", "pageable"])
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
+@pytest.mark.parametrize("memory", ["mapped", "pageable"])
 def test_nemotron_hybrid_without_a_pattern(eager, memory, resident, figures, monkeypatch):
     """Mamba2 registers a view of its convolution's weight at construction: that weight must not move away from it."""
     import harness
