@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The patched places of a release call our code, with what the release knows."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import platform
+from collections import namedtuple
+from types import SimpleNamespace
+
+import pytest
+from vllm.config.offload import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
+from vllm.expert_offload import Offloader
+from vllm.model_executor.offloader import base
+
+
+def asked(**kw) -> OffloadConfig:
+    return OffloadConfig(uva=UVAOffloadConfig(cpu_offload_gb=2, cpu_offload_params={"experts"}), **kw)
+
+
+@pytest.fixture
+def wsl(monkeypatch):
+    """WSL as the release sees it: the kernel's release string."""
+    from vllm.platforms import interface
+    from vllm.utils import platform_utils
+
+    cached = [f for f in (interface.in_wsl, platform_utils.is_pin_memory_available, platform_utils.is_uva_available) if hasattr(f, "cache_clear")]
+    real = platform.uname()
+    Fake = namedtuple("uname_result", "system node release version machine processor")
+    fake = Fake(real.system, real.node, "5.15.167.4-microsoft-standard-WSL2", real.version, real.machine, "")
+    monkeypatch.setattr(platform, "uname", lambda: fake)
+    for f in cached:
+        f.cache_clear()
+    yield
+    monkeypatch.undo()
+    for f in cached:
+        f.cache_clear()
+
+
+def test_the_flag_makes_our_offloader():
+    offloader = base.create_offloader(asked())
+    assert isinstance(offloader, Offloader)
+    assert offloader.selection.budget == 2 * 2**30
+    assert offloader.selection.patterns == ["experts"]
+    assert isinstance(base.create_offloader(OffloadConfig()), base.NoopOffloader)
+
+
+def test_everything_a_release_calls_on_an_offloader_is_there():
+    """Whatever the release's base class offers, ours answers, and takes as many arguments."""
+    ours = base.create_offloader(asked())
+    private = {"_wait_for_layer", "_start_prefetch"}  # called by the prefetch backend's own ops alone
+    for name, theirs in inspect.getmembers(base.BaseOffloader, inspect.isfunction):
+        if name.startswith("__") or name in private:
+            continue
+        mine = inspect.signature(getattr(ours, name)).parameters
+        assert len(mine) >= len(inspect.signature(theirs).parameters) - 1, name
+
+
+def test_prefetch_is_left_alone(patched):
+    config = OffloadConfig(uva=UVAOffloadConfig(cpu_offload_gb=2), prefetch=PrefetchOffloadConfig(offload_group_size=4, offload_num_in_group=1))
+    assert not patched.offloads(config)
+    assert not patched.compile_factor(config)
+
+
+def test_compile_key_knows_the_kind_of_memory(monkeypatch):
+    """Mapped memory needs no copies in the graph, pageable memory does: another graph, another key."""
+    plain = asked().compute_hash()
+    assert asked().compute_hash() == plain
+    monkeypatch.setenv("EXPERT_OFFLOAD_CPU", "1")
+    assert asked().compute_hash() != plain
+
+
+@pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "FULL", "FULL_DECODE_ONLY", "PIECEWISE"])
+def test_graphs_are_cut_where_memory_is_pageable(patched, mode):
+    from vllm.config.compilation import CompilationConfig, CompilationMode, CUDAGraphMode
+
+    compilation = CompilationConfig(mode=CompilationMode.VLLM_COMPILE, splitting_ops=["vllm::unified_attention"])
+    compilation.cudagraph_mode = CUDAGraphMode[mode]
+    patched.adapt_graphs(SimpleNamespace(compilation_config=compilation, offload_config=asked()))
+    assert compilation.cudagraph_mode == CUDAGraphMode.PIECEWISE
+    assert compilation.splitting_ops == ["vllm::unified_attention", "expert_offload::fill"]
+
+
+def test_graphs_stay_without_offload(patched):
+    from vllm.config.compilation import CompilationConfig, CompilationMode, CUDAGraphMode
+
+    compilation = CompilationConfig(mode=CompilationMode.VLLM_COMPILE, splitting_ops=["vllm::unified_attention"])
+    compilation.cudagraph_mode = CUDAGraphMode.FULL
+    patched.adapt_graphs(SimpleNamespace(compilation_config=compilation, offload_config=OffloadConfig()))
+    assert compilation.cudagraph_mode == CUDAGraphMode.FULL
+    assert compilation.splitting_ops == ["vllm::unified_attention"]
+
+
+def test_v1_runner_has_no_assertion_about_offload():
+    """A hybrid model's input batch is made anew in every start (v0.18.0 refused that beside offload)."""
+    from vllm.v1.worker import gpu_model_runner
+
+    assert "assert self.offload_config" not in inspect.getsource(gpu_model_runner.GPUModelRunner)
+
+
+def test_v2_runner_makes_the_offloader_before_it_builds_a_model(monkeypatch):
+    """Its load_model, run as far as the first thing that needs a GPU."""
+    module = pytest.importorskip("vllm.v1.worker.gpu.model_runner", reason="this release has no V2 runner that imports here")
+
+    class Stop(Exception):
+        pass
+
+    def loader(*_):
+        raise Stop
+
+    monkeypatch.setattr(module, "get_model_loader", loader)
+    monkeypatch.setattr(module, "DeviceMemoryProfiler", _Nothing)
+    monkeypatch.setattr(base, "_instance", base.NoopOffloader())
+    config = SimpleNamespace(offload_config=asked(), load_config=SimpleNamespace(load_format="auto"))
+    runner = SimpleNamespace(vllm_config=config, eplb=SimpleNamespace(prepare_load=lambda: None), load_config=config.load_config)
+    if "set_offloader" in inspect.getsource(module.GPUModelRunner.__init__):
+        pytest.skip("from v0.29.0 on the constructor makes it")
+    with pytest.raises(Stop):
+        module.GPUModelRunner.load_model(runner)
+    assert isinstance(base.get_offloader(), Offloader)
+
+
+class _Nothing:
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return False
+
+
+def test_v2_gives_way_on_wsl(patched, wsl, monkeypatch, caplog):
+    """Asked for by variable, but WSL maps no memory: V1 is taken, and one line says so."""
+    if not hasattr(patched, "v2_starts"):
+        pytest.skip("this release starts V2 without mapped memory, or only when it is asked to")
+    from vllm.config import VllmConfig
+    from vllm.utils import platform_utils
+
+    monkeypatch.setattr("vllm.platforms.current_platform.is_cpu", lambda: False)
+    platform_utils.is_uva_available.cache_clear()
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    monkeypatch.setattr(patched.logger, "propagate", True)
+    with caplog.at_level(logging.WARNING):
+        assert VllmConfig.use_v2_model_runner.fget(SimpleNamespace()) is False
+    assert "V1 model runner" in caplog.text
+    monkeypatch.undo()
+    platform_utils.is_uva_available.cache_clear()
+
+
+def test_memory_is_pageable_on_wsl(patched, wsl):
+    memory = patched.host_memory()
+    assert memory.kind == "pageable"
+    assert "WSL" in memory.refused
