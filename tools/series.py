@@ -14,6 +14,7 @@ In a checkout, a commit is a patch: its first line is the patch's subject, the r
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 import subprocess
@@ -30,9 +31,14 @@ CACHE = Path.home() / ".cache" / "vllm-offload" / "wheels"
 BASE = "upstream"
 
 
-def git(folder: Path, *arguments: str, **kw) -> str:
-    identity = ["-c", "user.name=vllm-offload", "-c", "user.email=series@localhost", "-c", "core.autocrlf=false"]
-    return subprocess.run(["git", *identity, *arguments], cwd=folder, check=True, text=True, capture_output=True, **kw).stdout
+def git(folder: Path, *arguments: str, given: bytes | None = None) -> bytes:
+    """What git says, of `folder` alone: a user's settings would change prefixes, line ends or the diff's algorithm."""
+    environment = {**os.environ, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
+    command = ["git", "-c", "user.name=vllm-offload", "-c", "user.email=series@localhost", *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment, input=given, capture_output=True)
+    if done.returncode:
+        sys.exit(f"{folder}: git {' '.join(arguments)}: {done.stderr.decode(errors='replace')}")
+    return done.stdout
 
 
 def pin(tag: str) -> cli.Pin:
@@ -51,9 +57,19 @@ def wheel(tag: str) -> Path:
         with tempfile.TemporaryDirectory(dir=CACHE) as folder:
             requirement = Path(folder, "pin.txt")
             requirement.write_text(f"vllm=={entry['version']} --hash=sha256:{entry['wheel']['sha256']}\n")
-            command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "--require-hashes", "-r", str(requirement), "-d", folder]
-            if subprocess.run(command).returncode:
-                sys.exit(f"{tag}: the package index gave no wheel with sha256 {entry['wheel']['sha256']}; see pip's words above")
+            options = [
+                "-q",
+                "--no-deps",
+                "--only-binary=:all:",
+                "--require-hashes",
+                "-r",
+                str(requirement),
+                "-d",
+                folder,
+            ]
+            if subprocess.run([sys.executable, "-m", "pip", "download", *options]).returncode:
+                wanted = entry["wheel"]["sha256"]
+                sys.exit(f"{tag}: the package index gave no wheel with sha256 {wanted}; see pip's words above")
             Path(folder, path.name).rename(path)
     digest = cli.sha256(path.read_bytes())
     if digest != entry["wheel"]["sha256"]:
@@ -74,50 +90,64 @@ def check(tag: str) -> None:
 
 
 def checkout(tag: str) -> Path:
+    """The pin and its series as commits; `build/TAG` is there only once every patch is in it."""
     folder = ROOT / "build" / tag
     if folder.exists():
         sys.exit(f"{folder} exists: export what is in it, remove it, and check out again")
-    folder.mkdir(parents=True)
-    unpack(tag, folder)
-    git(folder, "init", "-q", "-b", "series")
-    git(folder, "add", "-f", "vllm")
-    git(folder, "commit", "-q", "-m", f"vllm {tag}, as its wheel has it")
-    git(folder, "tag", BASE)
+    part = folder.with_name(f".{tag}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    unpack(tag, part)
+    git(part, "init", "-q", "-b", "series")
+    git(part, "add", "-f", "vllm")
+    git(part, "commit", "-q", "-m", f"vllm {tag}, as its wheel has it")
+    git(part, "tag", BASE)
     for name, text in cli.read_series(cli.PATCHES / tag):
-        for path, hunks in cli.parse_patch(name, text):
-            file = folder / path
+        for path, _, hunks in cli.parse_patch(name, text):
+            file = part / path
+            file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(cli.apply_hunks(name, path, file.read_bytes() if file.exists() else b"", hunks))
-            git(folder, "add", "-f", path)
-        header = text.decode().split("\n--- ")[0].removeprefix("Subject: ")
-        git(folder, "commit", "-q", "-a", "--cleanup=verbatim", "-F", "-", input=header)
+            git(part, "add", "-f", path)
+        header = cli.FILE.split(text)[0].removeprefix(b"Subject: ")
+        git(part, "commit", "-q", "-a", "--cleanup=verbatim", "-F", "-", given=header)
+    part.rename(folder)
     return folder
 
 
 def export(tag: str) -> list[str]:
     """Write one patch per commit since upstream, with one line of context, and the touched files' hashes."""
     source, target = ROOT / "build" / tag, cli.PATCHES / tag
-    if git(source, "status", "--porcelain", "--untracked-files=no"):
+    if git(source, "status", "--porcelain", "--untracked-files=all", "--", "vllm", ":(exclude)**/__pycache__/**"):
         sys.exit(f"{source} has changes that are not committed: commit them, then export")
+    patches, paths = {}, set()
+    for number, commit in enumerate(git(source, "rev-list", "--reverse", f"{BASE}..HEAD").decode().split(), 1):
+        message = git(source, "log", "-1", "--format=%B", commit).decode().strip()
+        diff = git(source, "diff", "--no-color", "-U1", "--no-renames", f"{commit}~", commit)
+        diff = re.sub(rb"(?m)^(diff --git|index|new file mode) .*\n", b"", diff)
+        slug = re.sub(r"[^a-z0-9]+", "-", message.splitlines()[0].lower()).strip("-")
+        name = f"{number:04}-{slug}.patch"
+        patches[name] = f"Subject: {message}\n\n".encode() + diff
+        said = {path.decode() for _, path in cli.FILE.findall(diff)}
+        if (
+            lost := set(git(source, "diff", "--name-only", "--no-renames", f"{commit}~", commit).decode().splitlines())
+            - said
+        ):
+            sys.exit(f"{message.splitlines()[0]}: a series can't say what happens to {', '.join(sorted(lost))}")
+        paths |= {path for path, _, _ in cli.parse_patch(name, patches[name])}
+    in_wheel = set(git(source, "ls-tree", "-r", "--name-only", BASE).decode().splitlines())
+    hashes = {path: cli.sha256(git(source, "show", f"{BASE}:{path}")) for path in sorted(paths & in_wheel)}
+    table = f'["{tag}".files]\n' + "".join(f'"{path}" = "{digest}"\n' for path, digest in hashes.items())
+    pins = (cli.PATCHES / "releases.toml").read_text().rstrip("\n") + "\n"
+    pattern = re.compile(rf'(?m)^\["{re.escape(tag)}"\.files\]\n(?:".*\n)*')
+    pins = pattern.sub(lambda _: table, pins) if pattern.search(pins) else f"{pins}\n{table}"
     target.mkdir(exist_ok=True)
     for old in target.glob("*.patch"):
         old.unlink()
-    names, paths = [], set()
-    for number, commit in enumerate(git(source, "rev-list", "--reverse", f"{BASE}..HEAD").split(), 1):
-        message = git(source, "log", "-1", "--format=%B", commit).strip()
-        diff = git(source, "diff", "--no-color", "-U1", "--no-renames", f"{commit}~", commit)
-        diff = re.sub(r"(?m)^(diff --git|index|new file mode) .*\n", "", diff)
-        slug = re.sub(r"[^a-z0-9]+", "-", message.splitlines()[0].lower()).strip("-")
-        names.append(f"{number:04}-{slug}.patch")
-        (target / names[-1]).write_text(f"Subject: {message}\n\n{diff}")
-        paths |= {path for path, hunks in cli.parse_patch(names[-1], diff.encode()) if hunks[0][0]}
-    (target / "series").write_text("".join(f"{name}\n" for name in names))
-    in_wheel = set(git(source, "ls-tree", "-r", "--name-only", BASE).split())  # a created file may be changed later on
-    hashes = {p: cli.sha256(subprocess.run(["git", "show", f"{BASE}:{p}"], cwd=source, check=True, capture_output=True).stdout) for p in paths & in_wheel}
-    pins = (cli.PATCHES / "releases.toml").read_text()
-    table = "".join(f'"{p}" = "{hashes[p]}"\n' for p in sorted(hashes))
-    pattern = re.compile(rf'(?ms)^\["{re.escape(tag)}"\.files\]\n.*?(?=^\[|\Z)')
-    (cli.PATCHES / "releases.toml").write_text(pattern.sub(lambda _: f'["{tag}".files]\n{table}\n', pins).rstrip("\n") + "\n")
-    return names
+    for name, text in patches.items():
+        (target / name).write_bytes(text)
+    (target / "series").write_text("".join(f"{name}\n" for name in patches))
+    (cli.PATCHES / "releases.toml").write_text(pins)
+    return list(patches)
 
 
 def main() -> None:
@@ -135,6 +165,8 @@ def main() -> None:
     elif a.tag is None or (a.command == "tree" and a.folder is None):
         parser.error(f"{a.command} needs a TAG" + (" and a DIR" if a.command == "tree" else ""))
     elif a.command == "tree":
+        if a.folder.exists() and any(a.folder.iterdir()) and not (a.folder / "vllm" / "__init__.py").is_file():
+            sys.exit(f"{a.folder} holds something other than a vllm: it would be removed; give another folder")
         shutil.rmtree(a.folder, ignore_errors=True)
         unpack(a.tag, a.folder)
         print(cli.apply(a.folder.resolve(), pin(a.tag).entry["version"]))
@@ -146,4 +178,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except cli.Refused as error:
+        sys.exit(f"series: {error}")
