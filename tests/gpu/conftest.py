@@ -15,7 +15,9 @@ def needs_a_card():
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    pytest.importorskip("vllm.expert_offload_adapter", reason="no patched vllm on the path: python3 vllm_offload.py apply")
+    pytest.importorskip(
+        "vllm.expert_offload_adapter", reason="no patched vllm on the path: python3 vllm_offload.py apply"
+    )
 
 
 @pytest.fixture(scope="session")
@@ -25,10 +27,21 @@ def figures():
 
     def note(case: str, value: float, unit: str, **more: object) -> None:
         import torch
+
         import vllm
 
         command = "python3 -m pytest -m gpu tests/gpu"
-        rows.append(dict(release=vllm.__version__, gpu=torch.cuda.get_device_name(), case=case, value=value, unit=unit, command=command, **more))
+        rows.append(
+            dict(
+                release=vllm.__version__,
+                gpu=torch.cuda.get_device_name(),
+                case=case,
+                value=value,
+                unit=unit,
+                command=command,
+                **more,
+            )
+        )
         if path := os.environ.get("EXPERT_OFFLOAD_FIGURES"):
             with open(f"{path}{os.environ.get('PYTEST_XDIST_WORKER', '')}", "w") as f:
                 json.dump(rows, f, indent=1)

@@ -31,17 +31,39 @@ SWITCHES = ("VLLM_WEIGHT_OFFLOADING_DISABLE_UVA", "VLLM_WEIGHT_OFFLOADING_DISABL
 
 def quantization(scheme: str) -> dict | None:
     """The compressed-tensors configuration of `scheme`: experts quantized, all else left alone."""
-    ignore = ["lm_head", "re:.*visual.*", "re:.*mlp.gate$", "re:.*linear_attn.*", "re:.*self_attn.*", "re:.*shared_expert.*", "re:.*mtp.*"]
+    ignore = [
+        "lm_head",
+        "re:.*visual.*",
+        "re:.*mlp.gate$",
+        "re:.*linear_attn.*",
+        "re:.*self_attn.*",
+        "re:.*shared_expert.*",
+        "re:.*mtp.*",
+    ]
     if scheme == "bf16":
         return None
     if scheme == "nvfp4":
         four = dict(num_bits=4, type="float", strategy="tensor_group", group_size=16, symmetric=True)
-        group = dict(targets=["Linear"], format="nvfp4-pack-quantized", weights=dict(four, dynamic=False), input_activations=dict(four, dynamic="local"))
+        group = dict(
+            targets=["Linear"],
+            format="nvfp4-pack-quantized",
+            weights=dict(four, dynamic=False),
+            input_activations=dict(four, dynamic="local"),
+        )
         name = "nvfp4-pack-quantized"
     else:
-        group = dict(targets=["Linear"], weights=dict(num_bits=4, type="int", strategy="group", group_size=128, symmetric=True, dynamic=False))
+        group = dict(
+            targets=["Linear"],
+            weights=dict(num_bits=4, type="int", strategy="group", group_size=128, symmetric=True, dynamic=False),
+        )
         name = "pack-quantized"
-    return dict(quant_method="compressed-tensors", format=name, ignore=ignore, config_groups=dict(group_0=group), quantization_status="compressed")
+    return dict(
+        quant_method="compressed-tensors",
+        format=name,
+        ignore=ignore,
+        config_groups=dict(group_0=group),
+        quantization_status="compressed",
+    )
 
 
 def qwen35(folder: Path, scheme: str, layers: int = 8) -> str:
@@ -55,24 +77,74 @@ def qwen35(folder: Path, scheme: str, layers: int = 8) -> str:
 
         config = Qwen3_5MoeConfig().to_dict()
     text = config["text_config"]
-    text.update(num_hidden_layers=layers, layer_types=text["layer_types"][:layers], dtype="bfloat16", torch_dtype="bfloat16",
-                eos_token_id=None, num_experts=64, vocab_size=8192)
+    text.update(
+        num_hidden_layers=layers,
+        layer_types=text["layer_types"][:layers],
+        dtype="bfloat16",
+        torch_dtype="bfloat16",
+        eos_token_id=None,
+        num_experts=64,
+        vocab_size=8192,
+    )
     config["vision_config"]["depth"] = 1
-    config.update(architectures=["Qwen3_5MoeForConditionalGeneration"], dtype="bfloat16", quantization_config=quantization(scheme))
+    config.update(
+        architectures=["Qwen3_5MoeForConditionalGeneration"], dtype="bfloat16", quantization_config=quantization(scheme)
+    )
     return write(folder / f"qwen35-{scheme}-{layers}", config)
 
 
 def nemotron(folder: Path) -> str:
     """A hybrid of the Nemotron-H kind: Mamba2 layers (views taken at construction), experts, attention; bf16."""
     pattern = "MEM*EME"
-    config = dict(model_type="nemotron_h", architectures=["NemotronHForCausalLM"], vocab_size=8192, hidden_size=1024, intermediate_size=2048,
-                  num_hidden_layers=len(pattern), hybrid_override_pattern=pattern, num_attention_heads=8, head_dim=128, num_key_value_heads=2,
-                  mlp_hidden_act="relu2", ssm_state_size=128, mamba_num_heads=16, mamba_n_groups=8, n_groups=8, mamba_head_dim=64, mamba_d_conv=4,
-                  conv_kernel=4, mamba_hidden_act="silu", chunk_size=256, use_conv_bias=True, mamba_proj_bias=False, use_bias=False, mlp_bias=False,
-                  attention_bias=False, layer_norm_epsilon=1e-5, n_routed_experts=32, n_shared_experts=1, moe_intermediate_size=512,
-                  moe_shared_expert_intermediate_size=512, num_experts_per_tok=4, n_group=1, topk_group=1, norm_topk_prob=True,
-                  routed_scaling_factor=1.0, max_position_embeddings=4096, residual_in_fp32=False, tie_word_embeddings=False, rope_theta=10000.0,
-                  expand=2, time_step_limit=[0.0, 1e9], num_logits_to_keep=1, torch_dtype="bfloat16", dtype="bfloat16", bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    config = dict(
+        model_type="nemotron_h",
+        architectures=["NemotronHForCausalLM"],
+        vocab_size=8192,
+        hidden_size=1024,
+        intermediate_size=2048,
+        num_hidden_layers=len(pattern),
+        hybrid_override_pattern=pattern,
+        num_attention_heads=8,
+        head_dim=128,
+        num_key_value_heads=2,
+        mlp_hidden_act="relu2",
+        ssm_state_size=128,
+        mamba_num_heads=16,
+        mamba_n_groups=8,
+        n_groups=8,
+        mamba_head_dim=64,
+        mamba_d_conv=4,
+        conv_kernel=4,
+        mamba_hidden_act="silu",
+        chunk_size=256,
+        use_conv_bias=True,
+        mamba_proj_bias=False,
+        use_bias=False,
+        mlp_bias=False,
+        attention_bias=False,
+        layer_norm_epsilon=1e-5,
+        n_routed_experts=32,
+        n_shared_experts=1,
+        moe_intermediate_size=512,
+        moe_shared_expert_intermediate_size=512,
+        num_experts_per_tok=4,
+        n_group=1,
+        topk_group=1,
+        norm_topk_prob=True,
+        routed_scaling_factor=1.0,
+        max_position_embeddings=4096,
+        residual_in_fp32=False,
+        tie_word_embeddings=False,
+        rope_theta=10000.0,
+        expand=2,
+        time_step_limit=[0.0, 1e9],
+        num_logits_to_keep=1,
+        torch_dtype="bfloat16",
+        dtype="bfloat16",
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
     from transformers import CONFIG_MAPPING, AutoConfig
 
     if "nemotron_h" not in CONFIG_MAPPING:  # transformers 4 does not know the model; the release brings the class
@@ -95,18 +167,27 @@ def fill(model: torch.nn.Module, *_: object, **__: object) -> None:
         for leaf, p in module._parameters.items():
             if p is None or p.device.type == "meta":
                 continue
-            g = torch.Generator(device="cuda").manual_seed(int.from_bytes(hashlib.sha256(f"{path}.{leaf}".encode()).digest()[:4], "little"))
+            g = torch.Generator(device="cuda").manual_seed(
+                int.from_bytes(hashlib.sha256(f"{path}.{leaf}".encode()).digest()[:4], "little")
+            )
             expert = leaf.startswith(("w13", "w2"))
             if p.dtype in (torch.uint8, torch.int32):
                 if "zero" in leaf or "g_idx" in leaf:
                     continue
-                v = torch.empty(p.nbytes, dtype=torch.uint8, device="cuda").random_(0, 256, generator=g).view(p.dtype).view(p.shape)
+                v = (
+                    torch.empty(p.nbytes, dtype=torch.uint8, device="cuda")
+                    .random_(0, 256, generator=g)
+                    .view(p.dtype)
+                    .view(p.shape)
+                )
             elif p.dtype == torch.float8_e4m3fn:
                 v = (torch.rand(p.shape, generator=g, device="cuda") * 3 + 1).to(p.dtype)
             elif "global_scale" in leaf:
                 v = torch.full(p.shape, 300.0 / (EXPERT_SCALE if expert else 1), device="cuda").to(p.dtype)
             elif "scale" in leaf:
-                v = ((torch.rand(p.shape, generator=g, device="cuda") * 0.004 + 0.002) * (EXPERT_SCALE if expert else 1)).to(p.dtype)
+                v = (
+                    (torch.rand(p.shape, generator=g, device="cuda") * 0.004 + 0.002) * (EXPERT_SCALE if expert else 1)
+                ).to(p.dtype)
             elif "norm" in type(module).__name__.lower() and p.dim() == 1:
                 v = torch.full(p.shape, 0.0 if "Gemma" in type(module).__name__ else 1.0, device="cuda").to(p.dtype)
             elif leaf == "A":  # Mamba's decay must be negative
@@ -122,7 +203,9 @@ def pretend(wsl: bool) -> None:
     """Make the platform look like WSL2, or not: the kernel's release string is all that releases look at."""
     real = os.uname()
     release = "5.15.167.4-microsoft-standard-WSL2" if wsl else real.release
-    fake = collections.namedtuple("uname_result", "system node release version machine processor")(real.sysname, real.nodename, release, real.version, real.machine, "")
+    fake = collections.namedtuple("uname_result", "system node release version machine processor")(
+        real.sysname, real.nodename, release, real.version, real.machine, ""
+    )
     platform.uname = lambda: fake
     from vllm.platforms import interface
     from vllm.utils import platform_utils
@@ -135,7 +218,13 @@ def lies(pointer: int) -> str:
     """Where the driver says that `pointer` lies: "unregistered", "host", "device" or "managed"."""
 
     class Attributes(ctypes.Structure):
-        _fields_ = [("type", ctypes.c_int), ("device", ctypes.c_int), ("device_pointer", ctypes.c_void_p), ("host_pointer", ctypes.c_void_p), ("reserved", ctypes.c_long * 8)]
+        _fields_ = [
+            ("type", ctypes.c_int),
+            ("device", ctypes.c_int),
+            ("device_pointer", ctypes.c_void_p),
+            ("host_pointer", ctypes.c_void_p),
+            ("reserved", ctypes.c_long * 8),
+        ]
 
     assert torch.version.cuda is not None
     runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")
@@ -185,8 +274,9 @@ def start(model: str, *, eager: bool, memory: str = "mapped", **kw) -> Run:
     """An engine. `memory` is "mapped", "pinned" (no UVA), "pageable" (WSL's rules) or "unpinned" (the switch)."""
     import vllm.envs as envs
     import vllm.model_executor.model_loader.dummy_loader as dummy
-    from vllm import LLM
     from vllm.model_executor.model_loader import base_loader
+
+    from vllm import LLM
 
     for name in SWITCHES:
         os.environ.pop(name, None)
@@ -212,8 +302,18 @@ def start(model: str, *, eager: bool, memory: str = "mapped", **kw) -> Run:
         run.loaded = requested() - before
         return out
 
-    settings = dict(load_format="dummy", skip_tokenizer_init=True, enforce_eager=eager, gpu_memory_utilization=0.08, kv_cache_memory_bytes=2**30, max_model_len=1024,
-                    max_num_seqs=4, max_num_batched_tokens=1024, enable_prefix_caching=False, seed=0)
+    settings = dict(
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        enforce_eager=eager,
+        gpu_memory_utilization=0.08,
+        kv_cache_memory_bytes=2**30,
+        max_model_len=1024,
+        max_num_seqs=4,
+        max_num_batched_tokens=1024,
+        enable_prefix_caching=False,
+        seed=0,
+    )
     if "qwen35" in model:
         settings.update(language_model_only=True, gdn_prefill_backend="triton")
     if not eager:
@@ -255,7 +355,10 @@ def end(run: Run) -> None:
     cleanup_dist_env_and_memory()
     gc.collect()
     torch.cuda.empty_cache()
-    print(f"after the end {torch.cuda.memory_allocated() / 2**20:.0f} MiB are allocated, {torch.cuda.memory_reserved() / 2**20:.0f} reserved", flush=True)
+    print(
+        f"after the end {torch.cuda.memory_allocated() / 2**20:.0f} MiB are allocated, {torch.cuda.memory_reserved() / 2**20:.0f} reserved",
+        flush=True,
+    )
 
 
 def free(tensors) -> None:

@@ -45,9 +45,20 @@ def check(run, tokens, loaded, eager, memory, note, case):
     offloader = run.offloader
     staging = offloader.staging.bytes.numel() if offloader.staging else 0
     freed = loaded - run.loaded + staging
-    more = dict(mode="eager" if eager else f"compiled, {run.replays} graph replays", memory=memory, staging=staging, seconds=round(run.seconds, 1))
+    more = dict(
+        mode="eager" if eager else f"compiled, {run.replays} graph replays",
+        memory=memory,
+        staging=staging,
+        seconds=round(run.seconds, 1),
+    )
     note(f"{case}: tokens equal", int(run.tokens == tokens), "tokens equal", **more)
-    note(f"{case}: bytes freed / bytes reported", round(freed / offloader.moved, 4), "bytes freed / bytes reported", reported=offloader.moved, **more)
+    note(
+        f"{case}: bytes freed / bytes reported",
+        round(freed / offloader.moved, 4),
+        "bytes freed / bytes reported",
+        reported=offloader.moved,
+        **more,
+    )
     assert run.tokens == tokens
     assert abs(freed - offloader.moved) <= 0.02 * offloader.moved, (freed, offloader.moved)
     assert (run.replays > 0) is not eager
@@ -55,7 +66,9 @@ def check(run, tokens, loaded, eager, memory, note, case):
         if item.out:
             where = harness.lies(item.parameter.data_ptr())
             assert where == ("host" if memory == "mapped" else "device"), (item.name, where)
-            assert harness.lies(item.buffer.bytes.data_ptr()) == ("unregistered" if memory in ("pageable", "unpinned") else "host")
+            assert harness.lies(item.buffer.bytes.data_ptr()) == (
+                "unregistered" if memory in ("pageable", "unpinned") else "host"
+            )
     run.swap_two_experts()
     assert run.generate() != tokens, "void: two experts changed places and no token did"
 
@@ -70,9 +83,19 @@ def test_qwen35(scheme, eager, memory, amount, resident, figures, monkeypatch):
     if eager:  # compiled, the op that overwrites would keep an addition and a norm from being fused, which rounds
         monkeypatch.setenv("EXPERT_OFFLOAD_POISON", "1")
     path, tokens, loaded = resident(scheme, eager)
-    run = harness.start(path, eager=eager, memory=memory, cpu_offload_gb=AMOUNTS[amount], cpu_offload_params={"experts"})
+    run = harness.start(
+        path, eager=eager, memory=memory, cpu_offload_gb=AMOUNTS[amount], cpu_offload_params={"experts"}
+    )
     try:
-        check(run, tokens, loaded, eager, memory, figures, f"qwen3.5 8 layers {scheme} {'eager' if eager else 'compiled'} {memory} {amount}")
+        check(
+            run,
+            tokens,
+            loaded,
+            eager,
+            memory,
+            figures,
+            f"qwen3.5 8 layers {scheme} {'eager' if eager else 'compiled'} {memory} {amount}",
+        )
     finally:
         harness.end(run)
 
@@ -90,6 +113,14 @@ def test_nemotron_hybrid_without_a_pattern(eager, memory, resident, figures, mon
     try:
         kept = [i.name for i in run.offloader.items.values() if i.kept]
         assert any("conv1d" in name for name in kept), kept
-        check(run, tokens, loaded, eager, memory, figures, f"nemotron-h hybrid bf16 {'eager' if eager else 'compiled'} {memory} no pattern")
+        check(
+            run,
+            tokens,
+            loaded,
+            eager,
+            memory,
+            figures,
+            f"nemotron-h hybrid bf16 {'eager' if eager else 'compiled'} {memory} no pattern",
+        )
     finally:
         harness.end(run)

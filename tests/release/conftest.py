@@ -14,5 +14,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 def patched():
     """A release without the series proves nothing here."""
     pytest.importorskip("vllm", reason="no vllm for this Python: tools/test.py makes an environment for each pin")
-    adapter = pytest.importorskip("vllm.expert_offload_adapter", reason="vllm is not patched: python vllm_offload.py apply")
+    adapter = pytest.importorskip(
+        "vllm.expert_offload_adapter", reason="vllm is not patched: python vllm_offload.py apply"
+    )
     return adapter

@@ -28,8 +28,15 @@ class Layer(nn.Module):
         make = getattr(fused_moe, "FusedMoEFactory", None) or fused_moe.FusedMoE
         self.norm = nn.LayerNorm(HIDDEN)
         self.gate = nn.Linear(HIDDEN, EXPERTS, bias=False)
-        self.experts = make(num_experts=EXPERTS, top_k=2, hidden_size=HIDDEN, intermediate_size=WIDTH, params_dtype=torch.float32,
-                                renormalize=True, prefix=f"{prefix}.experts")
+        self.experts = make(
+            num_experts=EXPERTS,
+            top_k=2,
+            hidden_size=HIDDEN,
+            intermediate_size=WIDTH,
+            params_dtype=torch.float32,
+            renormalize=True,
+            prefix=f"{prefix}.experts",
+        )
         runner = runner_of(self.experts)
         name = "moe_forward" if hasattr(runner, "moe_forward") else "_forward_entry"
         setattr(runner, name, torch.ops.vllm.moe_forward)  # the CPU platform calls the Python function instead

@@ -11,8 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 from vllm.config.offload import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
-from vllm.expert_offload import Offloader
 from vllm.model_executor.offloader import base
+
+from vllm.expert_offload import Offloader
 
 
 def asked(**kw) -> OffloadConfig:
@@ -25,7 +26,11 @@ def wsl(monkeypatch):
     from vllm.platforms import interface
     from vllm.utils import platform_utils
 
-    cached = [f for f in (interface.in_wsl, platform_utils.is_pin_memory_available, platform_utils.is_uva_available) if hasattr(f, "cache_clear")]
+    cached = [
+        f
+        for f in (interface.in_wsl, platform_utils.is_pin_memory_available, platform_utils.is_uva_available)
+        if hasattr(f, "cache_clear")
+    ]
     real = platform.uname()
     Fake = namedtuple("uname_result", "system node release version machine processor")
     fake = Fake(real.system, real.node, "5.15.167.4-microsoft-standard-WSL2", real.version, real.machine, "")
@@ -58,7 +63,10 @@ def test_everything_a_release_calls_on_an_offloader_is_there():
 
 
 def test_prefetch_is_left_alone(patched):
-    config = OffloadConfig(uva=UVAOffloadConfig(cpu_offload_gb=2), prefetch=PrefetchOffloadConfig(offload_group_size=4, offload_num_in_group=1))
+    config = OffloadConfig(
+        uva=UVAOffloadConfig(cpu_offload_gb=2),
+        prefetch=PrefetchOffloadConfig(offload_group_size=4, offload_num_in_group=1),
+    )
     assert not patched.offloads(config)
     assert not patched.compile_factor(config)
 
@@ -101,7 +109,9 @@ def test_v1_runner_has_no_assertion_about_offload():
 
 def test_v2_runner_makes_the_offloader_before_it_builds_a_model(monkeypatch):
     """Its load_model, run as far as the first thing that needs a GPU."""
-    module = pytest.importorskip("vllm.v1.worker.gpu.model_runner", reason="this release has no V2 runner that imports here")
+    module = pytest.importorskip(
+        "vllm.v1.worker.gpu.model_runner", reason="this release has no V2 runner that imports here"
+    )
 
     class Stop(Exception):
         pass
@@ -113,7 +123,9 @@ def test_v2_runner_makes_the_offloader_before_it_builds_a_model(monkeypatch):
     monkeypatch.setattr(module, "DeviceMemoryProfiler", _Nothing)
     monkeypatch.setattr(base, "_instance", base.NoopOffloader())
     config = SimpleNamespace(offload_config=asked(), load_config=SimpleNamespace(load_format="auto"))
-    runner = SimpleNamespace(vllm_config=config, eplb=SimpleNamespace(prepare_load=lambda: None), load_config=config.load_config)
+    runner = SimpleNamespace(
+        vllm_config=config, eplb=SimpleNamespace(prepare_load=lambda: None), load_config=config.load_config
+    )
     if "set_offloader" in inspect.getsource(module.GPUModelRunner.__init__):
         pytest.skip("from v0.29.0 on the constructor makes it")
     with pytest.raises(Stop):

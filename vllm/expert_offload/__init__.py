@@ -6,7 +6,8 @@ it moves, and the audit), `staging` (how kernels find it where memory is not map
 order of a start), `graphs` (CUDA graphs beside blocking copies), `report`.
 """
 
-from .graphs import GraphPlan, plan_graphs
+from .graphs import GraphPlan, join_cuts, plan_graphs
 from .offloader import Memory, Offloader, cache_factor
+from .staging import holds_experts
 
-__all__ = ["GraphPlan", "Memory", "Offloader", "cache_factor", "plan_graphs"]
+__all__ = ["GraphPlan", "Memory", "Offloader", "cache_factor", "holds_experts", "join_cuts", "plan_graphs"]

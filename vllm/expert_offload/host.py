@@ -27,10 +27,21 @@ class PinError(RuntimeError):
     """The driver refused to page-lock a buffer."""
 
 
-class _Mapping(mmap.mmap):
-    """An anonymous private mapping that unregisters itself from the driver before it is unmapped."""
+class Mapping(mmap.mmap):
+    """An anonymous private mapping, alive as long as any tensor on it, whoever holds that.
 
+    It knows where it lies: `start`, and `alias`, the address range at which the device reads the same bytes once
+    `HostBuffer.mapped` was called, which may differ from the host's (WSL). It unregisters itself from the driver before
+    it is unmapped.
+    """
+
+    start: int = 0
+    alias: tuple[int, int] = (0, 0)
     registered_at: int = 0
+
+    def holds(self, address: int) -> bool:
+        """Whether `address`, the host's or the device's, lies in this mapping."""
+        return self.start <= address < self.start + len(self) or self.alias[0] <= address < self.alias[1]
 
     def __del__(self) -> None:
         if self.registered_at and torch.cuda is not None and torch.cuda.is_initialized():
@@ -58,30 +69,29 @@ class HostBuffer:
         nbytes: size; the mapping is rounded up to a page, nothing more.
         pin: page-lock it for the current CUDA device; raises PinError when the driver refuses.
 
-    `bytes` is a 1-D uint8 CPU tensor over the whole buffer. `alias` is the address range at which the device reads
-    the same bytes once `mapped` was called: it may differ from the host's (WSL).
+    `bytes` is a 1-D uint8 CPU tensor over the whole buffer, `mapping` the memory below it.
     """
 
     def __init__(self, nbytes: int, pin: bool) -> None:
         if nbytes <= 0:
             raise ValueError(f"a host buffer of {nbytes} bytes was asked for; it must have at least one")
-        mapping = _Mapping(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapping = self.mapping = Mapping(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         # A forked child would copy the pages when either side writes, and the driver would lose track of them.
         mapping.madvise(mmap.MADV_DONTFORK)
         self.bytes = torch.frombuffer(mapping, dtype=torch.uint8)[:nbytes].data
+        mapping.start = self.bytes.data_ptr()
         self.nbytes = nbytes
         self.pinned = pin
         self.sealed = False
-        self.alias: tuple[int, int] | None = None
         if pin:
-            pointer = self.bytes.data_ptr()
-            status = int(torch.cuda.cudart().cudaHostRegister(pointer, nbytes, _REGISTER_FLAGS))
+            status = int(torch.cuda.cudart().cudaHostRegister(mapping.start, nbytes, _REGISTER_FLAGS))
             if status != 0:
                 raise PinError(
-                    f"the driver refused to page-lock {nbytes / 2**20:.1f} MiB of host memory (CUDA error {status}): set "
-                    "VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY=1 to serve from pageable memory, or lower --cpu-offload-gb"
+                    f"the driver refused to page-lock {nbytes / 2**20:.1f} MiB of host memory (CUDA error {status}): "
+                    "set VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY=1 to serve from pageable memory, or lower "
+                    "--cpu-offload-gb"
                 )
-            mapping.registered_at = pointer
+            mapping.registered_at = mapping.start
 
     def tensor_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """A CPU tensor over the buffer with the dtype, shape and strides of `tensor`."""
@@ -89,7 +99,7 @@ class HostBuffer:
 
     def mapped(self, view: torch.Tensor) -> torch.Tensor:
         """Note that `view` (a device tensor, made by the driver's mapping) reads this buffer, and return it."""
-        self.alias = (view.data_ptr(), view.data_ptr() + self.nbytes)
+        self.mapping.alias = (view.data_ptr(), view.data_ptr() + self.nbytes)
         return view
 
     def seal(self) -> None:
@@ -114,11 +124,6 @@ class HostBuffer:
         if _libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(length), protection) != 0:
             raise OSError(ctypes.get_errno(), f"mprotect of {self.nbytes} bytes of host memory failed")
 
-    def holds(self, address: int) -> bool:
-        """Whether `address`, the host's or the device's, lies in this buffer."""
-        start = self.bytes.data_ptr()
-        return start <= address < start + self.nbytes or (self.alias is not None and self.alias[0] <= address < self.alias[1])
-
 
 class Arena:
     """The host buffers of one offloader, page-locked or none of them.
@@ -129,15 +134,16 @@ class Arena:
 
     def __init__(self, pin: bool) -> None:
         self.pin = pin
-        self._live: weakref.WeakSet[HostBuffer] = weakref.WeakSet()
+        # Not of buffers: a mapping that only a stray tensor keeps alive has no buffer any more, and must be found.
+        self._live: weakref.WeakSet[Mapping] = weakref.WeakSet()
 
     def take(self, nbytes: int, spare: HostBuffer | None = None) -> HostBuffer:
         """`spare` when it has the right size, else a new buffer of `nbytes` bytes."""
         buffer = spare if spare is not None and spare.nbytes == nbytes else HostBuffer(nbytes, self.pin)
-        self._live.add(buffer)
+        self._live.add(buffer.mapping)
         return buffer
 
-    def holding(self, tensor: torch.Tensor) -> HostBuffer | None:
-        """The live buffer that the first byte of `tensor` lies in, by address; None when it lies elsewhere."""
+    def holding(self, tensor: torch.Tensor) -> Mapping | None:
+        """The live mapping that the first byte of `tensor` lies in, by address; None when it lies elsewhere."""
         address = tensor.data_ptr()
-        return next((b for b in list(self._live) if b.holds(address)), None) if address else None
+        return next((m for m in list(self._live) if m.holds(address)), None) if address else None

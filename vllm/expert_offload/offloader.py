@@ -69,7 +69,7 @@ def cache_factor(memory: Memory) -> str:
 
 
 class NothingMoved(RuntimeError):
-    """Offload was asked for, and no byte left the GPU on any rank."""
+    """Offload was asked for, and no byte left the device on any rank."""
 
 
 class Offloader:
@@ -91,7 +91,8 @@ class Offloader:
         self.items: dict[tuple[int, str], Item] = {}
         self.staging: Staging | None = None
         self.unclassified: list[str] = []
-        self._layers: list[nn.Module] = []
+        self._layers = 0
+        self._home: torch.device | None = None  # where weights are built
         self._groups: list[nn.Module] = []  # modules before which a staged group is fetched
         self._next_name: tuple[str, int] | None = None
         self._summed = False
@@ -112,45 +113,73 @@ class Offloader:
         return wrapped
 
     def _take(self, layer_name: str, module: nn.Module) -> None:
-        device = next((p.device for p in module.parameters()), None)
-        if device is None or (device.type == "cpu" and not os.environ.get(CPU_SWITCH)):
+        if self._home is None:
+            self._home = next((p.device for p in module.parameters() if p.device.type != "meta"), None)
+        if self._is_plain_cpu():
             return
-        layer = len(self._layers)
-        self._layers.append(module)
+        layer, self._layers = self._layers, self._layers + 1
         group_of: dict[int, int] = {}
         here: dict[str, tuple[Item, nn.Parameter]] = {}
+        earlier = {id(item.parameter): item for item in self.items.values() if item.parameter is not None}
         candidates = []
         for path, owner, leaf, parameter in _parameters(module):
-            method = roles.method_of(owner)
-            name = roles.canonical(".".join(part for part in (layer_name, path, leaf) if part), method is not None)
+            if id(parameter) in earlier:
+                self._share(earlier[id(parameter)])
+                continue
+            method, unknown = roles.method_of(owner), roles.unknown(owner, leaf)
+            name = ".".join(part for part in (layer_name, path, leaf) if part)
+            name = roles.canonical(name, method is not None or unknown is not None)
             before = module.get_submodule(roles.expert_layer(path)) if method is not None else module
             group = group_of.setdefault(id(before), len(self._groups))
             if group == len(self._groups):
                 self._groups.append(before)
-            if method is not None and roles.role_of(method, leaf) is None:
-                self.unclassified.append(f"{name} ({method})")
-            can = roles.may_leave(owner, leaf, parameter.dim()) and not isinstance(parameter, nn.UninitializedParameter)
+            if unknown is not None:
+                self.unclassified.append(f"{name} ({unknown})")
+            can = not isinstance(parameter, nn.UninitializedParameter) and parameter.numel() > 0
+            can = can and roles.may_leave(owner, leaf, parameter.dim())
+            if can and name in here:
+                self.unclassified.append(f"{name} (the second of that name)")
+                can = False
             candidates.append(Candidate(name, parameter.nbytes if can else 0, method is not None, can))
-            here[name] = (Item(name, owner, layer, group, method is not None), parameter)
+            here.setdefault(name, (Item(name, owner, layer, group, method is not None), parameter))
         taken, returned = self.selection.layer(candidates)
         by_name = {item.name: item for item in self.items.values()} if returned else {}
         for candidate in returned:
             item = by_name[candidate.name]
-            come_back(item, device)
+            if item.out:
+                come_back(item, self._device())
             del self.items[id(item.owner), item.name]
         for candidate in taken:
             item, parameter = here[candidate.name]
             self.items[id(item.owner), item.name] = item
-            if parameter.device.type != "meta":
-                self._down(item, parameter)
+            item.parameter = parameter
+            if parameter.device.type != "meta" and not self._down(item, parameter):
+                self.selection.put_back(candidate)
 
-    def _down(self, item: Item, parameter: nn.Parameter, spare: HostBuffer | None = None) -> None:
-        leave(item, parameter, self.arena, self.view, spare)
+    def _share(self, item: Item) -> None:
+        """Another layer has the parameter of `item` too, and a staged group is fetched for one layer alone."""
+        if self.view is not None:
+            return
+        parameter = item.parameter
+        if item.out:
+            come_back(item, self._device())
+        item.parameter, item.buffer, item.host = parameter, None, None
+        item.kept, item.final = "two layers share it", True
+
+    def _down(self, item: Item, parameter: nn.Parameter, spare: HostBuffer | None = None) -> bool:
+        return leave(item, parameter, self.arena, self.view, spare)
 
     def built(self) -> None:
-        """The model stands: every pattern must have matched something, on this rank or another."""
-        if not self._summed:
-            self.selection.check(_over_ranks(self.selection.hits, self._device()))
+        """The model stands: before any weight is read, every pattern must have matched something on some rank."""
+        if self._summed or not self.selection.budget:
+            return
+        if self._is_plain_cpu():
+            raise NothingMoved(report.nothing_moved([], self._device(), CPU_SWITCH))
+        self.selection.check(_over_ranks(self.selection.hits, self._device()))
+
+    def _is_plain_cpu(self) -> bool:
+        """Weights are in host memory anyway, and nobody asked for the CPU to be treated as a device."""
+        return self._home is not None and self._home.type == "cpu" and not os.environ.get(CPU_SWITCH)
 
     # -- loading -----------------------------------------------------------------------------------------------------
 
@@ -158,12 +187,13 @@ class Offloader:
     def loading(self, module: nn.Module, device: torch.device) -> Iterator[None]:
         """Have the offloaded parameters below `module` on `device` for the block, and decide again after it."""
         owned: dict[int, tuple[nn.Module, list[Item]]] = {}
-        owners = {id(m): m for m in module.modules()}
+        below = {id(m) for m in module.modules()} | {id(p) for p in module.parameters()}
         for item in self.items.values():
-            if id(item.owner) in owners:
+            if not item.final and (id(item.owner) in below or id(item.parameter) in below):
                 owned.setdefault(id(item.owner), (item.owner, []))[1].append(item)
                 if item.out:
                     come_back(item, device)
+                item.parameter = None
         yield
         for owner, items in owned.values():
             self._settle(owner, items)
@@ -175,15 +205,18 @@ class Offloader:
         spares = {name: item.buffer for name, item in wanted.items()}
         for item in items:
             item.parameter = item.buffer = item.host = None
+            item.kept = "processing left no weight of that name"
         placed: set[int] = set()
         for leaf, parameter in owner._parameters.items():
             name = roles.canonical(leaf, experts)
-            item = wanted.get(name)
-            if item is None or parameter is None or id(parameter) in placed or parameter.numel() == 0:
+            if name not in wanted or parameter is None or id(parameter) in placed:
+                continue
+            if parameter.numel() == 0 or parameter.device.type == "meta":
                 continue
             if not roles.may_leave(owner, leaf, parameter.dim()):
                 continue
             placed.add(id(parameter))
+            item = wanted[name]
             if item.out:  # two tensors under one canonical name, such as a checkpoint's and a kernel's
                 item = Item(f"{item.name}#{leaf}", owner, item.layer, item.group, item.experts)
                 self.items[id(owner), item.name] = item
@@ -192,12 +225,12 @@ class Offloader:
     def finish(self, device: torch.device) -> None:
         """Weights are processed: lay out staging, audit, report. A drafter's model comes through here as well."""
         out = [item for item in self.items.values() if item.out]
-        if self.view is None and out:
+        if self.view is None and (out or self.staging):
             self._stage(out, device)
         owners = {id(i.owner): (i.name, i.owner) for i in out if i.experts}
         names = [(".".join(name.split(".")[:-1]), owner) for name, owner in owners.values()]
         audit(out, names, device, self.arena, self.staging.holds if self.staging else None)
-        if not self._summed:
+        if not self._summed and self.selection.budget:
             self._summed = True
             if _over_ranks({"moved": self.moved}, device)["moved"] == 0:
                 raise NothingMoved(report.nothing_moved(list(self.items.values()), device, CPU_SWITCH))
@@ -213,14 +246,18 @@ class Offloader:
         checked = device.type == "cpu"
         if self.staging is None:
             self.staging = Staging(device, poison=checked or bool(os.environ.get(POISON_SWITCH)))
-        groups: dict[int, list[Item]] = {}
+        groups: dict[int, list[Item]] = {group: [] for group in self.staging.groups}
         for item in out:
             groups.setdefault(item.group, []).append(item)
         for group, items in groups.items():
             if group not in self.staging.groups:
                 self.staging.hook(group, self._groups[group])
-            bound = [Bound(i.parameter, i.buffer, i.host) for i in items if i.parameter is not None and i.buffer is not None and i.host is not None]
-            self.staging.bind(group, items[0].experts, bound)
+            bound = [
+                Bound(i.parameter, i.buffer, i.host)
+                for i in items
+                if i.parameter is not None and i.buffer is not None and i.host is not None
+            ]
+            self.staging.bind(group, bool(items) and items[0].experts, bound)
         self.staging.allocate()
         if checked:
             for item in out:
@@ -229,7 +266,7 @@ class Offloader:
                     item.buffer.seal()
 
     def _device(self) -> torch.device:
-        return next((p.device for m in self._layers for p in m.parameters() if p.device.type != "meta"), torch.device("cpu"))
+        return self._home or torch.device("cpu")
 
     # -- what a release calls on any offloader, and this one has no need of -----------------------------------------
 

@@ -34,12 +34,13 @@ def lines(offloader: Offloader) -> list[str]:
     pinned = sum(i.buffer.nbytes for i in out if i.buffer and i.buffer.pinned)
     total = offloader.moved
     found = [
-        f"{gib(total)} left the GPU ({len(out)} tensors of {layers} layers): routed experts {gib(size[True])}, "
-        f"dense weights {gib(size[False])}; host memory held {gib(total)}, page-locked {gib(pinned)}"
+        f"{gib(total)} moved to host memory, {gib(offloader.selection.budget)} asked for ({len(out)} tensors of {layers} "
+        f"layers): routed experts {gib(size[True])}, dense weights {gib(size[False])}; host memory held {gib(total)}, "
+        f"page-locked {gib(pinned)}"
     ]
-    if offloader.staging is None:
+    if offloader.view is not None:
         found.append("kernels read host memory in place (mapped, zero copy)")
-    else:
+    elif offloader.staging is not None:
         staging = offloader.staging.bytes.numel()
         how = "in stream order" if offloader.arena.pin else "blocking"
         why = offloader.memory.refused or offloader.memory.unmapped
@@ -48,14 +49,18 @@ def lines(offloader: Offloader) -> list[str]:
             f"so {gib(max(0, total - staging))} are free for other use; because {why}"
         )
         if total <= staging:
-            found.append("WARNING: one layer is offloaded and staging takes as much: raise --cpu-offload-gb, nothing is gained")
+            found.append(
+                "WARNING: one layer is offloaded and staging takes as much: raise --cpu-offload-gb, nothing is gained"
+            )
     kept = [i for i in items if i.kept]
     for reason in sorted({i.kept or "" for i in kept}):
         group = [i for i in kept if i.kept == reason]
         found.append(f"{len(group)} tensors stay on the GPU: {reason} ({_names(group)})")
     if offloader.unclassified:
-        found.append(f"{len(offloader.unclassified)} tensors stay on the GPU: their role is not known "
-                     f"({', '.join(offloader.unclassified[:3])}); please report this")
+        found.append(
+            f"{len(offloader.unclassified)} tensors stay on the GPU: their role is not known "
+            f"({', '.join(offloader.unclassified[:3])}); please report this"
+        )
     return [_PREFIX + line for line in found]
 
 
@@ -65,7 +70,10 @@ def nothing_moved(items: list[Item], device: torch.device, cpu_switch: str) -> s
     if kept:
         why = f"all {len(kept)} candidates stay on the GPU, since {kept[0].kept} ({_names(kept)})"
     elif device.type == "cpu":
-        why = f"this is the CPU backend, where weights are in host memory anyway (set {cpu_switch}=1 to try offload on it)"
+        why = f"this is the CPU backend, where weights are in host memory anyway (set {cpu_switch}=1 to try it there)"
     else:
         why = "the model has no decoder layer with a weight that may leave"
-    return f"--cpu-offload-gb was given and no byte left the GPU on any rank: {why}. Start without the flag, or name other weights with --cpu-offload-params"
+    return (
+        f"--cpu-offload-gb was given and no byte left the device on any rank: {why}. Start without the flag, or name "
+        "other weights with --cpu-offload-params"
+    )

@@ -11,24 +11,30 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import FrameType, ModuleType
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .host import Arena, HostBuffer, flat_bytes, like
 from .staging import to_device, to_host
 
 MappedView = Callable[[torch.Tensor], torch.Tensor]
+_SHOWN = 20  # faults that an AuditError lists; to find out who holds a tensor takes a while
 
 
 class AuditError(RuntimeError):
     """Something lies where its reader can't read it."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)  # to print a tensor is to read it, and sealed memory ends the process that does
 class Item:
-    """A parameter that leaves the GPU: the same one before and after post-load processing renames or replaces it."""
+    """A parameter that leaves the GPU: the same one before and after post-load processing renames or replaces it.
+
+    `kept` says why it stays on the GPU although it was chosen; `final` that no later processing changes that.
+    """
 
     name: str
     owner: nn.Module
@@ -39,6 +45,7 @@ class Item:
     buffer: HostBuffer | None = None
     host: torch.Tensor | None = None
     kept: str | None = None
+    final: bool = False
 
     @property
     def out(self) -> bool:
@@ -46,13 +53,15 @@ class Item:
         return self.buffer is not None
 
 
-def leave(item: Item, parameter: nn.Parameter, arena: Arena, view: MappedView | None, spare: HostBuffer | None = None) -> bool:
+def leave(
+    item: Item, parameter: nn.Parameter, arena: Arena, view: MappedView | None, spare: HostBuffer | None = None
+) -> bool:
     """Move `parameter`'s data to host memory; False, with `item.kept` set, when something else still holds its bytes.
 
     Args:
         item: gets the buffer, and a CPU tensor on it.
         arena: where the buffer comes from.
-        view: makes the device's view of a page-locked 1-D uint8 CPU tensor (zero copy); None leaves `.data` on the host.
+        view: makes the device's view of a page-locked 1-D uint8 CPU tensor; None leaves `.data` on the host.
         spare: a buffer to use again when it has the right size.
     """
     old = parameter.data
@@ -63,9 +72,7 @@ def leave(item: Item, parameter: nn.Parameter, arena: Arena, view: MappedView | 
     dying = StorageWeakRef(old.untyped_storage())
     parameter.data = host if view is None else like(buffer.mapped(view(buffer.bytes)), host)
     del old
-    if not dying.expired():
-        gc.collect()  # a cycle that nobody reaches is no holder
-    if not dying.expired():
+    if _held(dying):
         storage = torch.UntypedStorage._new_with_weak_ptr(dying.cdata)
         if storage is not None:
             parameter.data = torch.empty(0, dtype=host.dtype, device=device).set_(storage, offset, shape, stride)
@@ -77,10 +84,24 @@ def leave(item: Item, parameter: nn.Parameter, arena: Arena, view: MappedView | 
 
 
 def come_back(item: Item, device: torch.device) -> None:
-    """Give the parameter a copy of its bytes on `device`; the host buffer stays with the item."""
+    """Give the parameter a copy of its bytes on `device`; the host buffer stays with the item.
+
+    Unless something else holds a mapped view of the buffer: other bytes may not be written under that.
+    """
     assert item.parameter is not None and item.buffer is not None and item.host is not None
+    mapped = item.buffer.mapping.alias != (0, 0)
+    dying = StorageWeakRef(item.parameter.untyped_storage())
     item.parameter.data = to_device(item.buffer, item.host, device)
     item.parameter = None  # processing may replace it, and nothing of ours should keep the old one alive
+    if mapped and _held(dying):
+        item.buffer = item.host = None
+
+
+def _held(dying: StorageWeakRef) -> bool:
+    """Whether anything holds the storage still; a cycle that nobody reaches does not."""
+    if not dying.expired():
+        gc.collect()
+    return not dying.expired()
 
 
 def audit(
@@ -108,34 +129,41 @@ def audit(
     faults: list[str] = []
     ours = {id(t) for i in items for t in (i.host, i.parameter) if t is not None}
     ours |= {id(i.buffer.bytes) for i in items if i.buffer is not None}
-    current = {id(i.buffer) for i in items}
+    current = {id(i.buffer.mapping) for i in items if i.buffer is not None}
     for item in items:
         assert item.parameter is not None and item.buffer is not None
-        placed = in_staging(item.parameter) if in_staging else item.buffer.holds(item.parameter.data_ptr())
+        placed = in_staging(item.parameter) if in_staging else item.buffer.mapping.holds(item.parameter.data_ptr())
         if not placed or item.parameter.device.type != device.type:
             faults.append(f"{item.name} was offloaded, but lies on {item.parameter.device} at another address")
     gc.collect()
     # By type, not isinstance: that would run `__class__` of every object of the process.
-    for tensor in [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]:
+    tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+    skip = {id(tensors)}
+    for tensor in tensors:
         if id(tensor) in ours or tensor.device.type not in ("cpu", device.type) or tensor.layout is not torch.strided:
             continue
-        try:
-            buffer = arena.holding(tensor)
-        except RuntimeError:  # a fake or functional tensor of a compiler has no address
+        if isinstance(tensor, FakeTensor):
             continue
-        if buffer is None:
+        try:
+            mapping = arena.holding(tensor)
+        except RuntimeError:  # a functional tensor of a compiler has no address
+            continue
+        if mapping is None:
             continue
         host_side = tensor.device.type == "cpu" and in_staging is None and device.type != "cpu"
-        if id(buffer) not in current:
-            faults.append(f"{_holder(tensor)} reads host memory that no parameter owns any more")
+        if id(mapping) not in current:
+            wrong = "reads host memory that no parameter owns any more"
         elif host_side or in_staging is not None:
-            faults.append(f"{_holder(tensor)} is a host tensor that a kernel cannot read")
+            wrong = "is a host tensor that a kernel cannot read"
+        else:
+            continue
+        faults.append(f"{_holder(tensor, skip) if len(faults) < _SHOWN else ''} {wrong}")
     for name, owner in owners:
         for leaf, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
             if tensor is not None and tensor.device.type != device.type and tensor.numel():
                 faults.append(f"{name}.{leaf} lies on {tensor.device}, its kernel reads it on {device}")
     if faults:
-        shown = "\n  ".join(faults[:20])
+        shown = "\n  ".join(faults[:_SHOWN])
         raise AuditError(
             f"expert offload: {len(faults)} tensors lie where they cannot be read:\n  {shown}\n"
             "The start ends here, because the answers would be wrong. Serve without --cpu-offload-gb, or name other "
@@ -143,12 +171,30 @@ def audit(
         )
 
 
-def _holder(tensor: torch.Tensor) -> str:
-    """Whoever holds `tensor`, as well as the interpreter can tell: an attribute or entry, and the type that has it."""
-    for referrer in gc.get_referrers(tensor):
-        if isinstance(referrer, dict):
-            key = next((k for k, v in referrer.items() if v is tensor), None)
-            for user in gc.get_referrers(referrer):
-                if getattr(user, "__dict__", None) is referrer or isinstance(user, nn.Module):
-                    return f"{type(user).__name__}.{key}"
-    return f"a tensor {tuple(tensor.shape)} {tensor.dtype}"
+def _holder(tensor: torch.Tensor, skip: set[int]) -> str:
+    """Whoever holds `tensor`, as well as the interpreter can tell; `skip`: ids of lists that are the audit's own."""
+    return _path(tensor, "", 3, skip) or f"a tensor {tuple(tensor.shape)} {tensor.dtype}"
+
+
+def _path(held: object, tail: str, depth: int, skip: set[int]) -> str | None:
+    """The type of an object, and the attributes and entries that lead from it to `held`, then `tail`."""
+    referrers = gc.get_referrers(held)
+    skip.add(id(referrers))
+    for user in referrers:
+        if id(user) in skip or isinstance(user, FrameType):
+            continue
+        # An object has a dict of attributes, or (since Python 3.11) only once somebody asks for it.
+        attributes = getattr(user, "__dict__", {})
+        if attributes is held:
+            return (user.__name__ if isinstance(user, ModuleType) else type(user).__name__) + tail
+        container = isinstance(user, (dict, list, tuple))
+        entries = user if isinstance(user, dict) else dict(enumerate(user)) if container else attributes
+        key = next((k for k, v in entries.items() if v is held), None)
+        if key is None:
+            continue
+        if not container:
+            return f"{type(user).__name__}.{key}{tail}"
+        found = _path(user, f".{key}{tail}", depth - 1, skip) if depth else None
+        if found:
+            return found
+    return None

@@ -83,7 +83,9 @@ def _method(suffixes: str, captured: str, others: str = "") -> Method:
 
 # Class name of the method -> its tensors. Read in v0.18.0, v0.26.0 and v0.32.0.
 METHODS: dict[str, Method] = {
-    "AWQMarlinMoEMethod": _method("qweight scales qzeros input_global_scale g_idx_sort_indices weight", "call", "workspace"),
+    "AWQMarlinMoEMethod": _method(
+        "qweight scales qzeros input_global_scale g_idx_sort_indices weight", "call", "workspace"
+    ),
     "AutoAWQMoEMethod": _method("qweight scales qzeros weight bias", "load", "workspace"),
     "AutoGPTQMoEMethod": _method(
         "qweight scales qzeros g_idx g_idx_sort_indices bias input_global_scale weight", "load", "workspace"
@@ -92,19 +94,23 @@ METHODS: dict[str, Method] = {
     "CompressedTensorsW4A16FlydslMoEMethod": _method(_WNA16, "first"),
     "CompressedTensorsW4A4Mxfp4MoEMethod": _method("weight_packed weight weight_scale bias", "load"),
     "CompressedTensorsW4A4Nvfp4MoEMethod": _method(
-        "weight_packed weight weight_scale weight_scale_2 weight_global_scale input_scale input_global_scale bias", "load"
+        "weight_packed weight weight_scale weight_scale_2 weight_global_scale input_scale input_global_scale bias",
+        "load",
     ),
     "CompressedTensorsW4A8Fp8MoEMethod": _method(
         "weight_packed weight_scale weight_chan_scale weight_shape input_scale", "first; load from v0.26.0"
     ),
     "CompressedTensorsW4A8Int8MoEMethod": _method("weight_packed weight weight_scale bias", "first"),
     "CompressedTensorsW8A8Fp8MoEMethod": _method("weight weight_scale input_scale bias", "load"),
-    "CompressedTensorsW8A8Int8MoEMethod": _method("weight weight_scale input_scale", "first; load from v0.26.0"),
+    "CompressedTensorsW4A8Mxfp4MoEMethod": _method("weight_packed weight weight_scale bias", "load"),
+    "CompressedTensorsW8A8Int8MoEMethod": _method("weight weight_scale input_scale bias", "first; load from v0.26.0"),
     "CompressedTensorsW8A8Mxfp8MoEMethod": _method("weight weight_scale input_scale", "load"),
     "CompressedTensorsWNA16MarlinMoEMethod": _method(
         f"{_WNA16} weight_zero_point input_global_scale", "call; load from v0.26.0", "workspace"
     ),
-    "CompressedTensorsWNA16MoEMethod": _method(_WNA16, "first"),
+    "CompressedTensorsWNA16MoEMethod": _method(
+        f"{_WNA16} weight_zero_point input_global_scale bias", "first; load from v0.32.0"
+    ),
     "CompressedTensorsWNA16RDNA3MoEMethod": _method(f"{_WNA16} qzeros", "first"),
     "ExpertsInt8MoEMethod": _method("weight scale", "first"),
     "Fp8MoEMethod": _method(_FP8, "load"),
@@ -118,24 +124,29 @@ METHODS: dict[str, Method] = {
     ),
     "GptOssMxfp4MoEMethod": _method("weight weight_scale bias", "load"),
     "HummingMoEMethod": _method("weight weight_scale zero_point global_scale bias", "load", "locks"),
+    "INCMxfp4MoEMethod": _method("weight_packed weight weight_scale", "load"),
+    "INCMxfp8MoEMethod": _method("weight weight_scale", "load"),
     "Int8OnlineMoEMethod": _method("weight scale weight_scale bias input_scale", "load"),
+    "ModelOptBlockQuantMoEMethod": _method("weight", "load"),
     "ModelOptFp8MoEMethod": _method("weight weight_scale input_scale", "load"),
     "ModelOptMxFp8FusedMoE": _method("weight weight_scale", "call; load from v0.26.0"),
     "ModelOptNvFp4FusedMoE": _method(_NVFP4, "load"),
-    "MoeWNA16Method": _method("qweight scales qzeros g_idx", "first"),
+    "MoeWNA16Method": _method("qweight scales qzeros g_idx input_global_scale", "first; load from v0.32.0"),
     "Mxfp4MoEMethod": _method("weight weight_scale bias", "load"),
+    "Mxfp4OnlineMoEMethod": _method("weight weight_scale bias input_scale", "load"),
     "Mxfp8OnlineMoEMethod": _method("weight weight_scale weight_scale_inv bias input_scale", "load"),
     "Nvfp4OnlineMoEMethod": _method(f"{_NVFP4} bias", "load"),
     "QuarkNvfp4MoEMethod": _method("weight weight_scale weight_scale_2 input_scale_2", "load"),
     "QuarkOCP_MX_MoEMethod": _method("weight weight_scale input_scale bias", "first; load from v0.26.0"),
     "QuarkOCP_MX_MoEMethod_OSS": _method("weight weight_scale input_scale bias", "first"),
+    "QuarkW4A16Int4MoEMethod": _method("weight weight_scale weight_zero_point", "load"),
     "QuarkW4A8Fp8MoEMethod": _method("weight weight_scale weight_scale_2", "first"),
     "QuarkW8A8Fp8MoEMethod": _method("weight weight_scale input_scale bias", "call; load from v0.26.0"),
     "QuarkW8A8Int8MoEMethod": _method(
-        "weight weight_scale input_scale weight_zero_point input_zero_point bias", "first"
+        "weight weight_scale input_scale weight_zero_point input_zero_point bias", "first; load from v0.32.0"
     ),
     "UnquantizedFusedMoEMethod": _method("weight bias", "load"),
-    "XpuMxfp4MoEMethod": _method("weight weight_scale bias", "call"),
+    "XpuMxfp4MoEMethod": _method("weight weight_scale bias", "load"),
 }
 
 _PROJECTION = re.compile(r"(w13|w2)_(\w+)")
@@ -167,6 +178,15 @@ def may_leave(module: object, leaf: str, ndim: int) -> bool:
     if method is not None:
         return role_of(method, leaf) is Role.WEIGHT
     return leaf in _DENSE_WEIGHTS and ndim >= 2
+
+
+def unknown(module: object, leaf: str) -> str | None:
+    """Class name of the method under which `leaf` should have a role and has none; None when all is in order."""
+    method = method_of(module)
+    if method is not None:
+        return method if role_of(method, leaf) is None else None
+    stranger = getattr(module, "quant_method", None)
+    return type(stranger).__name__ if stranger is not None and _PROJECTION.fullmatch(leaf) else None
 
 
 def expert_layer(path: str) -> str:

@@ -68,21 +68,27 @@ class Selection:
             self.taken += c.nbytes
             if not self.patterns and not c.experts:
                 self._dense.append(c)
-        return leave, self._returns(leave)
+        return leave, self._returns()
+
+    def put_back(self, candidate: Candidate) -> None:
+        """A parameter that was to leave had to stay after all: its bytes may be spent on others."""
+        self.taken -= candidate.nbytes
+        if candidate in self._dense:
+            self._dense.remove(candidate)
 
     def _asked_for(self, name: str) -> bool:
         return not self.patterns or any(matches(p, name) for p in self.patterns)
 
-    def _returns(self, leave: list[Candidate]) -> list[Candidate]:
-        """Dense weights that are no longer needed to reach the budget, the last taken first."""
+    def _returns(self) -> list[Candidate]:
+        """Dense weights that are no longer needed to reach the budget, the last taken first.
+
+        None of them is of the layer at hand: its experts were taken first, and a dense weight only if that was too
+        little.
+        """
         back: list[Candidate] = []
         while self._dense and self.taken - self._dense[-1].nbytes >= self.budget:
-            c = self._dense.pop()
-            self.taken -= c.nbytes
-            if c in leave:
-                leave.remove(c)
-            else:
-                back.append(c)
+            back.append(self._dense.pop())
+            self.taken -= back[-1].nbytes
         return back
 
     def check(self, hits: dict[str, int]) -> None:
@@ -92,10 +98,12 @@ class Selection:
                 continue
             nearest = sorted({".".join(n.split(".")[-2:]) for n in self._nearest(pattern)})
             held = self.stays.get(pattern)
+            if held:
+                why = f"it matches {held}, which must stay on the GPU (quantization metadata, or not a matrix). "
+            else:
+                why = "no parameter of the decoder layers has that name. "
             raise PatternError(
-                f"--cpu-offload-params {pattern}: "
-                + (f"it matches {held}, which must stay on the GPU (quantization metadata, or not a matrix). "
-                   if held else "no parameter of the decoder layers has that name. ")
+                f"--cpu-offload-params {pattern}: {why}"
                 + (f"Nearest: {', '.join(nearest)}. " if nearest else "")
                 + "Give whole dotted segments of a name, such as experts or experts.w2_weight"
             )

@@ -13,6 +13,7 @@ anyway, so a graph that is cut there computes the very same numbers as one that 
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -91,7 +92,7 @@ class Staging:
             torch.ops.expert_offload.fill(_anchor(args, kwargs), group)
             out = original(*args, **kwargs)
             if poison:
-                torch.ops.expert_offload.drop(out[0] if isinstance(out, tuple) else out, group)
+                torch.ops.expert_offload.drop(_anchor(out if isinstance(out, tuple) else (out,), {}), group)
             return out
 
         module.forward = forward  # type: ignore[method-assign]
@@ -101,16 +102,22 @@ class Staging:
         self.groups[group] = (experts, bound)
 
     def allocate(self) -> None:
-        """Make room for the largest group of experts and the largest of dense weights, and point parameters there."""
+        """Make room for the largest group of experts and twice for the largest of dense weights; point parameters there.
+
+        Dense weights of two layers in turn, so that the next layer's may come while this one's are still read
+        (`graphs.join_cuts`).
+        """
         global _current
-        need = {kind: [sum(_aligned(b.buffer.nbytes) for b in bound) for k, bound in self.groups.values() if k is kind] for kind in (True, False)}
-        start_of = {True: 0, False: max(need[True], default=0)}
-        self.bytes = torch.empty(start_of[False] + max(need[False], default=0), dtype=torch.uint8, device=self.device)
+        need = {True: 0, False: 0}
+        for experts, bound in self.groups.values():
+            need[experts] = max(need[experts], sum(_aligned(b.buffer.nbytes) for b in bound))
+        self.bytes = torch.empty(need[True] + 2 * need[False], dtype=torch.uint8, device=self.device)
+        dense = itertools.cycle((need[True], need[True] + need[False]))
         if self.poison:
             self.bytes.fill_(0xFF)
         self._copies.clear()
-        for group, (experts, bound) in self.groups.items():
-            copies, start = [], start_of[experts]
+        for group, (experts, bound) in sorted(self.groups.items()):
+            copies, start = [], 0 if experts else next(dense)
             for b in bound:
                 part = self.bytes[start : start + b.buffer.nbytes]
                 b.parameter.data = like(part, b.host)
@@ -120,7 +127,7 @@ class Staging:
         _current = self
 
     def fill(self, group: int) -> None:
-        """Copy the bytes of `group` into the buffer: in stream order from page-locked memory, blocking from pageable."""
+        """Copy the bytes of `group` in: in stream order from page-locked memory, blocking from pageable."""
         self.fills += 1
         for part, buffer in self._copies[group]:
             with buffer.opened() as source:
@@ -139,6 +146,11 @@ class Staging:
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGN) * _ALIGN
+
+
+def holds_experts(group: int) -> bool:
+    """Whether `group` of the engine's staging buffer is one of experts."""
+    return _current is not None and _current.groups[group][0]
 
 
 def to_device(buffer: HostBuffer, host: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real servers of a patched pin on the CPU backend; run with the Python that holds the release."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+
+
+@pytest.fixture(scope="session")
+def release() -> str:
+    """Version of the release under test, without the suffix of a build."""
+    pytest.importorskip(
+        "vllm.expert_offload", reason="no patched vllm for this Python: tools/test.py makes an environment for each pin"
+    )
+    return importlib.metadata.version("vllm").split("+")[0]
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory) -> dict[str, Path]:
+    """The committed model as it is (experts in W4A16) and unpacked to bf16."""
+    committed = ROOT / "tests" / "models" / "tiny-moe"
+    plain = tmp_path_factory.mktemp("models") / "bf16"
+    subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "quantize.py"), "bf16", str(committed), str(plain)], check=True
+    )
+    return {"w4a16": committed, "bf16": plain}

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user reads: the report of a start, and the errors that end one."""
+
+import pytest
+import torch
+import torch._inductor.compile_fx
+from expert_offload import Memory, Offloader, cache_factor, offloader, report
+from expert_offload.offloader import CPU_SWITCH, POISON_SWITCH, NothingMoved
+from expert_offload.selection import PatternError
+from fake_model import (
+    ALL_EXPERTS,
+    CPU,
+    EVERYTHING,
+    GATE,
+    HIDDEN,
+    NVFP4,
+    PLAIN,
+    QKV,
+    W2,
+    W13,
+    Layer,
+    Linear,
+    Model,
+    load,
+    out_names,
+    pageable,
+    parameter,
+    resident,
+    started,
+    tokens,
+    view_elsewhere,
+)
+from torch import nn
+
+pytestmark = pytest.mark.usefixtures("few_objects", "switched_on")
+
+
+# -- what a user reads -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "pinnable, pin_disabled, uva_disabled, kind, refused, unmapped",
+    [
+        (True, False, False, "mapped", None, None),
+        (True, False, True, "pinned", None, "VLLM_WEIGHT_OFFLOADING_DISABLE_UVA is set"),
+        (True, True, False, "pageable", "VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY is set", None),
+        (True, True, True, "pageable", "VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY is set", "VLLM_WEIGHT_"),
+        (False, False, False, "pageable", "this platform does not page-lock memory", None),
+        (False, False, True, "pageable", "this platform does not page-lock memory", "VLLM_WEIGHT_"),
+        (False, True, False, "pageable", "VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY is set", None),
+    ],
+)
+def test_memory(pinnable, pin_disabled, uva_disabled, kind, refused, unmapped, mapped):
+    memory = Memory.found(pinnable=pinnable, pin_disabled=pin_disabled, uva_disabled=uva_disabled, view=view_elsewhere)
+    assert memory.kind == kind and memory.view is view_elsewhere
+    assert (memory.refused or "").startswith(refused or "") and bool(memory.refused) is bool(refused)
+    assert (memory.unmapped or "").startswith(unmapped or "") and bool(memory.unmapped) is bool(unmapped)
+    made = Offloader(1, set(), memory, print)
+    assert made.arena.pin is (kind != "pageable") and made.arena.take(10).pinned is (kind != "pageable")
+    assert (made.view is None) is (kind != "mapped")
+
+
+def test_pinned_memory_that_may_not_be_mapped_is_staged(mapped):
+    said = []
+    memory = Memory.found(pinnable=True, pin_disabled=False, uva_disabled=True, view=view_elsewhere)
+    made = Offloader(2**30, set(), memory, said.append)
+    model = Model(made)
+    load(model, made)
+    assert "in stream order, into a staging buffer" in said[1]
+    assert said[1].endswith("because VLLM_WEIGHT_OFFLOADING_DISABLE_UVA is set")
+    assert torch.equal(tokens(model), resident())
+
+
+def test_the_compile_cache_key_tells_every_decision_apart(monkeypatch):
+    kinds = [Memory(None, None, view_elsewhere), Memory(None, "x", view_elsewhere), Memory("x", None, view_elsewhere)]
+    keys = {cache_factor(m) for m in kinds}
+    monkeypatch.delenv(CPU_SWITCH)
+    keys |= {cache_factor(m) for m in kinds}
+    monkeypatch.setenv(POISON_SWITCH, "1")
+    keys |= {cache_factor(m) for m in kinds}
+    assert len(keys) == 9
+    assert cache_factor(Memory("another reason", "x", view_elsewhere)) == cache_factor(kinds[2])
+
+
+def test_the_report():
+    said = []
+    _, made = started(2**30, said=said)
+    staging = -(-W13 // 512) * 512 + -(-W2 // 512) * 512 + 2 * (QKV + 512)
+    assert made.staging.bytes.numel() == staging
+    assert said == [
+        f"expert offload: {report.gib(EVERYTHING)} moved to host memory, 1.00 GiB asked for (12 tensors of 3 layers): "
+        f"routed experts {report.gib(ALL_EXPERTS)}, dense weights {report.gib(3 * (QKV + GATE))}; host memory held "
+        f"{report.gib(EVERYTHING)}, page-locked 0.00 MiB",
+        f"expert offload: each layer is copied before it runs, blocking, into a staging buffer of "
+        f"{report.gib(staging)} on the device, so {report.gib(EVERYTHING - staging)} are free for other use; because "
+        "this is a test",
+    ]
+
+
+def test_the_report_warns_when_nothing_is_gained():
+    said = []
+    started(1, said=said)
+    assert said[-1].startswith("expert offload: WARNING: one layer is offloaded and staging takes as much")
+    more = []
+    started(2**30, said=more)
+    assert not any("WARNING" in line for line in more)
+
+
+@pytest.mark.parametrize(
+    "nbytes, text",
+    [
+        (0, "0.00 MiB"),
+        (2**20, "1.00 MiB"),
+        (102 * 2**20, "102.00 MiB"),
+        (103 * 2**20, "0.10 GiB"),
+        (3 * 2**30, "3.00 GiB"),
+    ],
+)
+def test_sizes(nbytes, text):
+    assert report.gib(nbytes) == text
+
+
+def test_a_rank_on_which_nothing_moved_claims_nothing(monkeypatch):
+    """Another rank of a pipeline has all that the pattern names."""
+    monkeypatch.setattr(offloader, "_over_ranks", lambda counts, device: {k: n + 1 for k, n in counts.items()})
+    said = []
+    model, made = started(2**30, "layers.40", said=said)
+    assert made.moved == 0 and made.staging is None
+    assert not any("zero copy" in line or "staging" in line for line in said)
+    assert said[0].startswith(
+        "expert offload: 0.00 MiB moved to host memory, 1.00 GiB asked for (0 tensors of 0 layers)"
+    )
+    assert torch.equal(tokens(model), resident())
+
+
+def test_counts_are_summed_over_ranks(monkeypatch):
+    assert offloader._over_ranks({"a": 1, "b": 2}, CPU) == {"a": 1, "b": 2}
+    world, distributed = [2], torch.distributed
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "get_world_size", lambda: world[0])
+    monkeypatch.setattr(distributed, "all_reduce", lambda t: t.mul_(10))
+    assert offloader._over_ranks({"a": 1, "b": 2}, CPU) == {"a": 10, "b": 20}
+    assert offloader._over_ranks({}, CPU) == {}
+    world[0] = 1
+    assert offloader._over_ranks({"a": 1}, CPU) == {"a": 1}
+
+
+def test_a_pattern_that_matches_nothing_ends_the_start_before_weights_are_read():
+    made = pageable(2**30, "experts", "expertz")
+    Model(made)
+    with pytest.raises(PatternError, match=r"--cpu-offload-params expertz: .*Nearest: .*experts\.w13_weight"):
+        made.built()
+
+
+def test_a_pattern_for_a_scale_ends_the_start():
+    made = pageable(2**30, "w13_weight_scale")
+    Model(made, experts=NVFP4)
+    with pytest.raises(PatternError, match=r"layers\.0\.experts\.w13_weight_scale, which must stay on the GPU"):
+        made.built()
+
+
+def test_patterns_hit_before_processing_whatever_the_packing():
+    for method in (PLAIN, NVFP4):
+        _, made = started(2**30, "experts.w2_weight", experts=method)
+        assert out_names(made) == [f"model.layers.{i}.experts.w2_weight" for i in range(3)]
+
+
+def test_a_drafter_is_not_asked_for_the_patterns_again(monkeypatch):
+    """Nor are ranks: only some have a drafter, and the others would not answer."""
+    asked = []
+    monkeypatch.setattr(offloader, "_over_ranks", lambda counts, device: (asked.append(counts), counts)[1])
+    model, made = started(2**30, "layers.1")
+    assert asked == [{"layers.1": 4}, {"moved": EVERYTHING // 3}]
+    draft = Model(made, layers=1, prefix="draft")
+    made.built()
+    load(draft, made)
+    assert len(asked) == 2
+    assert torch.equal(tokens(model), resident())
+
+
+def test_nothing_moved_because_views_are_held():
+    made = pageable(2**30, "conv1d")
+    Model(made, mixer=True)
+    made.built()
+    with pytest.raises(NothingMoved) as error:
+        made.finish(CPU)
+    assert str(error.value) == (
+        "--cpu-offload-gb was given and no byte left the device on any rank: all 3 candidates stay on the GPU, since "
+        "something else holds a view of it (model.layers.0.mixer.conv1d.weight, model.layers.1.mixer.conv1d.weight, "
+        "model.layers.2.mixer.conv1d.weight). Start without the flag, or name other weights with --cpu-offload-params"
+    )
+
+
+def test_nothing_moved_on_the_cpu_backend(monkeypatch):
+    monkeypatch.delenv(CPU_SWITCH)
+    made = pageable(2**30)
+    model = Model(made)
+    assert not made.items and all("forward" not in vars(m) for m in model.modules())
+    with pytest.raises(NothingMoved, match=rf"the CPU backend, where weights are in host memory.*{CPU_SWITCH}=1"):
+        load(model, made)
+
+
+def test_nothing_moved_in_a_model_without_matrices():
+    made = pageable(2**30)
+    made.wrap_modules([nn.Module(), nn.LayerNorm(4)])
+    made.memory = Memory(None, None, view_elsewhere)
+    text = report.nothing_moved([], torch.device("cuda"), CPU_SWITCH)
+    assert "the model has no decoder layer with a weight that may leave" in text
+    with pytest.raises(NothingMoved):
+        made.finish(CPU)
+
+
+def test_a_tensor_of_unknown_role_stays_and_is_reported():
+    class Odd(Layer):
+        def __init__(self, name):
+            super().__init__(name)
+            self.experts.w13_weight_lut = parameter(torch.ones(4, 4))
+            self.experts.w2_weight_scale = parameter(torch.ones(4, 4))  # known elsewhere, not in this method
+
+    said = []
+    model, made = started(2**30, make=Odd, said=said)
+    assert made.unclassified[:2] == [
+        f"model.layers.0.experts.w13_weight_lut ({PLAIN})",
+        f"model.layers.0.experts.w2_weight_scale ({PLAIN})",
+    ]
+    assert len(made.unclassified) == 6 and made.moved == EVERYTHING
+    line = next(text for text in said if "role is not known" in text)
+    assert "6 tensors stay on the GPU" in line and "w13_weight_lut" in line
+    assert torch.equal(model.layers[0].experts.w13_weight_lut, torch.ones(4, 4))
+
+
+def test_experts_of_an_unknown_method_stay_and_are_reported():
+    """The next release's method: nothing is guessed about it, and nothing is silent."""
+    said = []
+    model, made = started(2**30, experts="NewMoEMethod", said=said)
+    assert made.moved == 3 * (QKV + GATE)
+    line = next(text for text in said if "role is not known" in text)
+    assert "6 tensors" in line and "model.layers.0.experts.w13_weight (NewMoEMethod)" in line
+    assert torch.equal(tokens(model), resident())
+
+
+def test_two_tensors_of_one_name_in_a_layer_do_not_overwrite_each_other():
+    class Clash(Layer):
+        def __init__(self, name):
+            super().__init__(name)
+            self.experts.gate = Linear(f"{name}.inner", HIDDEN, HIDDEN)
+
+        def forward(self, positions, hidden_states, residual=None):
+            hidden_states, residual = super().forward(positions, hidden_states, residual)
+            return self.experts.gate(hidden_states), residual
+
+    want = resident(make=Clash)
+    model, made = started(2**30, make=Clash)
+    assert made.moved == made.selection.taken == EVERYTHING
+    assert torch.equal(tokens(model), want)

@@ -1,0 +1,552 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights through processing and after it: what goes down again, what stays and why, what ends the start."""
+
+import gc
+import warnings
+from types import ModuleType
+
+import pytest
+import torch
+import torch._inductor.compile_fx
+from expert_offload import Memory, Offloader
+from expert_offload.host import Arena
+from expert_offload.residency import AuditError, Item, audit
+from expert_offload.staging import Staging
+from fake_model import (
+    ALL_EXPERTS,
+    CPU,
+    EVERYTHING,
+    EXPERTS,
+    HIDDEN,
+    INNER,
+    NVFP4,
+    PLAIN,
+    QKV,
+    W2,
+    W13,
+    Experts,
+    Layer,
+    Linear,
+    Model,
+    kept,
+    load,
+    out_names,
+    pageable,
+    parameter,
+    resident,
+    shares_across_layers,
+    started,
+    tokens,
+    view_elsewhere,
+)
+from torch import nn
+
+pytestmark = pytest.mark.usefixtures("few_objects", "switched_on")
+
+
+# -- processing ------------------------------------------------------------------------------------------------------
+
+
+def test_processing_renames_and_resizes_and_the_weights_go_down_again():
+    said = []
+    model, made = started(2**30, "experts", experts=NVFP4, said=said)
+    assert set(made.items) == {
+        (id(la.experts), f"model.layers.{i}.experts.{w}_weight")
+        for i, la in enumerate(model.layers)
+        for w in ("w13", "w2")
+    }
+    for item in made.items.values():
+        leaf = item.name.split(".")[-1]
+        assert item.parameter is item.owner._parameters[leaf] and item.parameter.dtype is torch.bfloat16
+        assert item.buffer.nbytes == item.parameter.nbytes == 2 * item.parameter.numel()
+    assert made.moved == ALL_EXPERTS // 2
+    assert (
+        f"{ALL_EXPERTS / 2 / 2**20:.2f} MiB moved to host memory, 1.00 GiB asked for (6 tensors of 3 layers)" in said[0]
+    )
+
+
+def test_the_same_host_memory_serves_before_and_after_processing_of_equal_size():
+    made = pageable(2**30, "experts")
+    model = Model(made)
+    before = {name: item.buffer.bytes.data_ptr() for (_, name), item in made.items.items()}
+    load(model, made)
+    assert {name: item.buffer.bytes.data_ptr() for (_, name), item in made.items.items()} == before
+
+
+def test_parameters_are_on_the_device_while_they_are_processed_and_only_then():
+    made = pageable(2**30, "experts")
+    model = Model(made)
+    experts, other = model.layers[0].experts, model.layers[1].experts
+    for _ in range(2):  # a module may come by again as part of another
+        assert made.arena.holding(experts.w13_weight.data) is not None
+        with made.loading(model.layers[0], CPU):
+            assert made.arena.holding(experts.w13_weight.data) is None
+            assert made.arena.holding(other.w13_weight.data) is not None, "not asked for"
+            assert torch.equal(experts.w13_weight, Layer("model.layers.0").experts.w13_weight)
+        with made.loading(nn.Module(), CPU):
+            assert made.arena.holding(experts.w13_weight.data) is not None
+    load(model, made)
+    assert torch.equal(tokens(model), resident())
+
+
+def test_processing_after_the_start_serves_the_new_weights():
+    """Weights may be loaded anew into a running engine, whose host memory is sealed by then."""
+    model, made = started(2**30)
+    with made.loading(model, CPU):
+        for layer in model.layers:
+            layer.experts.w13_weight.data *= 2
+    made.finish(CPU)
+    plain = Model()
+    for layer in plain.layers:
+        layer.experts.w13_weight.data *= 2
+    assert torch.equal(tokens(model), tokens(plain))
+
+
+def test_two_tensors_under_one_canonical_name_both_leave():
+    class Both(Experts):
+        def process(self):
+            super().process()
+            self.w13_weight_packed = parameter(torch.full((8, 8), 7, dtype=torch.uint8))
+
+    class WithBoth(Layer):
+        def __init__(self, name):
+            super().__init__(name)
+            self.experts = Both(f"{name}.experts", NVFP4)
+
+    want = resident(make=WithBoth)
+    model, made = started(2**30, "experts", make=WithBoth)
+    with made.loading(model, CPU):  # and they stay two when they come by again
+        pass
+    made.finish(CPU)
+    assert len(out_names(made)) == 9 and made.moved == ALL_EXPERTS // 2 + 3 * 64
+    assert torch.equal(tokens(model), want)
+
+
+def test_one_parameter_under_two_names_leaves_once():
+    made = pageable(2**30, "experts")
+    model = Model(made, experts=NVFP4)
+    for layer in model.layers:
+        with made.loading(layer.experts, CPU):
+            layer.experts.process()
+            layer.experts.w13_weight_packed = layer.experts.w13_weight
+    made.finish(CPU)
+    assert made.moved == ALL_EXPERTS // 2 and len(made.items) == 6 and not kept(made)
+    assert torch.equal(tokens(model), resident(experts=NVFP4))
+
+
+def test_weights_that_processing_takes_away_are_reported():
+    """A flag that does nothing for some weights must not do it silently."""
+    said = []
+    made = pageable(2**30, "experts", said=said)
+    model = Model(made)
+    gone = model.layers[1].experts
+    with made.loading(gone, CPU):
+        gone.kept_elsewhere = gone.w13_weight.data
+        del gone.w13_weight
+        gone.w13_weight = gone.kept_elsewhere
+    made.finish(CPU)
+    assert torch.equal(tokens(model), resident())
+    line = next(text for text in said if "stay on the GPU" in text)
+    assert "1 tensors" in line and "model.layers.1.experts.w13_weight" in line and "processing" in line
+
+
+def test_weights_that_are_made_on_the_meta_device_leave_when_they_exist():
+    """Methods that quantize while loading have no weights before."""
+
+    class Later(Layer):
+        def __init__(self, name):
+            super().__init__(name)
+            self.real = self.experts.w13_weight.data
+            self.experts.w13_weight = parameter(torch.empty_like(self.real, device="meta"))
+
+    made = pageable(2**30, "experts")
+    model = Model(made, make=Later)
+    assert made.moved == 3 * W2
+    for layer in model.layers:
+        with made.loading(layer, CPU):  # a module around it comes by first
+            pass
+        assert layer.experts.w13_weight.device.type == "meta"
+        with made.loading(layer.experts, CPU):
+            layer.experts.w13_weight = parameter(layer.real)
+            del layer.real
+    made.finish(CPU)
+    assert made.moved == ALL_EXPERTS
+    assert torch.equal(tokens(model), resident())
+
+
+def test_a_dense_weight_that_does_not_exist_yet_can_be_given_back():
+    class Later(Layer):
+        def __init__(self, name):
+            super().__init__(name)
+            self.real = self.qkv.weight.data
+            self.qkv.weight = parameter(torch.empty_like(self.real, device="meta"))
+
+    made = pageable(ALL_EXPERTS)
+    model = Model(made, make=Later)
+    for layer in model.layers:
+        with made.loading(layer.qkv, CPU):
+            layer.qkv.weight = parameter(layer.real)
+            del layer.real
+    made.finish(CPU)
+    assert made.moved == ALL_EXPERTS and not any("qkv" in name for name in out_names(made))
+    assert torch.equal(tokens(model), resident())
+
+
+class NormLater(Layer):
+    """Its first parameter does not exist yet, and says "meta" when asked for the layer's device."""
+
+    def __init__(self, name):
+        super().__init__(name)
+        self.norm.weight = parameter(torch.empty(HIDDEN, device="meta"))
+
+
+@pytest.mark.parametrize("make", [Layer, NormLater])
+def test_a_weight_comes_back_to_the_device_it_left_and_not_to_meta(make):
+    made, first = pageable(W13 + W2 + 1), make("a")
+    made.wrap_modules([first, NormLater("b")])
+    assert out_names(made) == ["0.experts.w13_weight", "0.experts.w2_weight", "1.experts.w13_weight"]
+    assert torch.equal(first.qkv.weight, Layer("a").qkv.weight)
+
+
+def test_a_tensor_that_became_something_else_stays():
+    """Under the same name, but not of a kind that leaves: a matrix made one-dimensional, a name the method lacks."""
+    made = pageable(2**30)
+    model = Model(made)
+    for layer in model.layers:
+        with made.loading(layer.qkv, CPU):
+            layer.qkv.weight = parameter(layer.qkv.weight.flatten())
+        with made.loading(layer.experts, CPU):
+            layer.experts.w13_weight_packed = parameter(layer.experts.w13_weight.data)
+            del layer.experts.w13_weight
+    made.finish(CPU)
+    assert made.moved == EVERYTHING - 3 * (QKV + W13)
+    gone = [f"model.layers.{i}.{n}" for i in range(3) for n in ("qkv.weight", "experts.w13_weight")]
+    assert kept(made) == dict.fromkeys(gone, "processing left no weight of that name")
+
+
+def test_a_weight_without_elements_stays():
+    class Empty(Layer):
+        def __init__(self, name):
+            super().__init__(name)
+            self.empty = nn.Module()
+            self.empty.weight = parameter(torch.empty(0, 4))
+
+    model, made = started(2**30, make=Empty)
+    assert not any("empty" in name for name in out_names(made))
+    assert torch.equal(tokens(model), resident())
+
+
+# -- what stays ------------------------------------------------------------------------------------------------------
+
+
+def test_a_weight_with_a_view_stays_and_is_reported():
+    said = []
+    model, made = started(2**30, mixer=True, said=said)
+    assert kept(made) == {
+        f"model.layers.{i}.mixer.conv1d.weight": "something else holds a view of it" for i in range(3)
+    }
+    for layer in model.layers:
+        assert layer.mixer.conv1d.weight.data_ptr() == layer.mixer.conv_weights.data_ptr()
+        assert layer.mixer.conv1d.weight.shape == (HIDDEN, 1, 1)
+    assert made.moved == EVERYTHING, "it is not counted as moved"
+    line = next(text for text in said if "stay on the GPU" in text)
+    assert line.endswith(
+        "3 tensors stay on the GPU: something else holds a view of it (model.layers.0.mixer.conv1d.weight, "
+        "model.layers.1.mixer.conv1d.weight, model.layers.2.mixer.conv1d.weight)"
+    )
+    want = resident(mixer=True)
+    assert torch.equal(tokens(model), want)
+    model.layers[1].mixer.conv1d.weight.data.mul_(2)  # the view is live: a later load of weights reaches it
+    assert not torch.equal(tokens(model), want)
+
+
+def test_a_weight_with_a_view_does_not_count_against_the_budget():
+    """It seemed needed and could not leave: what it would have freed is spent on others."""
+    model, made = started(ALL_EXPERTS, mixer=True)
+    assert made.moved == ALL_EXPERTS and all("conv1d" in name for name in kept(made))
+    assert torch.equal(tokens(model), resident(mixer=True))
+
+
+def test_a_view_that_nobody_reaches_any_more_holds_nothing():
+    made = pageable(2**30, "experts")
+    layer = Layer("a")
+    cycle = [layer.experts.w13_weight.data]
+    cycle.append(cycle)
+    del cycle
+    gc.disable()
+    try:
+        made.wrap_modules([layer])
+    finally:
+        gc.enable()
+    assert not kept(made) and made.moved == W13 + W2
+
+
+def test_a_reference_taken_while_processing_keeps_the_weight_on_the_device():
+    """A kernel object that stores what it was given reads that forever; moving the weight would not reach it."""
+    said = []
+    made = pageable(2**30, "experts", said=said)
+    model = Model(made)
+    first = model.layers[0].experts
+    with made.loading(first, CPU):
+        kernel = [first.w13_weight.data[1:]]
+    load(model, made)
+    assert kept(made) == {"model.layers.0.experts.w13_weight": "something else holds a view of it"}
+    assert kernel[0].data_ptr() == first.w13_weight[1:].data_ptr() and made.moved == ALL_EXPERTS - W13
+    assert any("1 tensors stay on the GPU" in line and "layers.0.experts.w13_weight" in line for line in said)
+    want = resident()
+    assert torch.equal(tokens(model), want)
+    kernel[0].zero_()
+    assert not torch.equal(tokens(model), want)
+
+
+def test_a_kept_weight_leaves_once_its_holder_is_gone():
+    made = pageable(2**30, "experts")
+    model = Model(made)
+    with made.loading(model.layers[0].experts, CPU):
+        kernel = [model.layers[0].experts.w13_weight.data]
+    assert len(kept(made)) == 1
+    kernel.clear()
+    load(model, made)
+    assert not kept(made) and made.moved == ALL_EXPERTS
+    assert torch.equal(tokens(model), resident())
+
+
+@pytest.mark.parametrize("view", ["transposed", "offset"])
+def test_a_kept_weight_has_its_old_layout(view):
+    made = pageable(2**30, "experts")
+    layer = Layer("a")
+    base = torch.randn(1 + W13 // 4)
+    data = base[1:].view(EXPERTS, 2 * INNER, HIDDEN)
+    layer.experts.w13_weight.data = data.transpose(1, 2) if view == "transposed" else data
+    before = (layer.experts.w13_weight.data_ptr(), layer.experts.w13_weight.stride(), layer.experts.w13_weight.shape)
+    made.wrap_modules([layer])
+    assert len(kept(made)) == 1
+    after = (layer.experts.w13_weight.data_ptr(), layer.experts.w13_weight.stride(), layer.experts.w13_weight.shape)
+    assert after == before
+    base.fill_(3)
+    assert layer.experts.w13_weight.eq(3).all()
+
+
+def test_a_transposed_weight_moves_with_its_strides():
+    made = pageable(2**30, "experts")
+    layer = Layer("a")
+    layer.experts.w13_weight.data = layer.experts.w13_weight.data.transpose(1, 2).contiguous().transpose(1, 2)
+    stride = layer.experts.w13_weight.stride()
+    made.wrap_modules([layer])
+    made.finish(CPU)
+    assert layer.experts.w13_weight.stride() == stride and made.moved == W13 + W2
+    x, logits = torch.ones(2, HIDDEN), torch.ones(2, EXPERTS)
+    assert torch.equal(layer.experts(x, logits), Layer("a").experts(x, logits))
+
+
+class Tied(Layer):
+    """Two projections with one Parameter."""
+
+    def __init__(self, name):
+        super().__init__(name)
+        self.again = Linear(f"{name}.again", HIDDEN, HIDDEN)
+        self.again.weight = self.qkv.weight
+
+    def forward(self, positions, hidden_states, residual=None):
+        hidden_states, residual = super().forward(positions, hidden_states, residual)
+        return self.again(hidden_states), residual
+
+
+def test_a_parameter_that_two_modules_share_moves_once_and_both_read_it():
+    want = resident(make=Tied)
+    model, made = started(2**30, make=Tied)
+    assert made.moved == EVERYTHING
+    with made.loading(model.layers[0].again, CPU):
+        assert not made.staging.holds(model.layers[0].again.weight), "processed where its kernel does not read"
+    made.finish(CPU)
+    for layer in model.layers:
+        assert layer.again.weight is layer.qkv.weight and made.staging.holds(layer.again.weight)
+    assert torch.equal(tokens(model), want)
+
+
+def test_a_parameter_that_two_layers_share_stays_where_each_layer_is_staged():
+    """The first layer's hook would fetch it, and the second layer would read what the first left behind."""
+    want = tokens(shares_across_layers(None))
+    said = []
+    made = pageable(2**30, said=said)
+    model = shares_across_layers(made)
+    load(model, made)
+    assert torch.equal(tokens(model), want)
+    assert list(kept(made)) == ["l.0.qkv.weight"] and "two layers" in kept(made)["l.0.qkv.weight"]
+    assert any("l.0.qkv.weight" in line for line in said)
+    assert made.moved == EVERYTHING * 2 // 3 - 2 * QKV
+
+
+# -- audit -----------------------------------------------------------------------------------------------------------
+
+
+class Kernel:
+    """A kernel object of the kind that keeps what it was built with."""
+
+
+def hold_in_attribute(tensor):
+    kernel = Kernel()
+    kernel.weight = tensor
+    return kernel, "Kernel.weight"
+
+
+def hold_in_used_attribute(tensor):
+    kernel = Kernel()
+    vars(kernel)["weight"] = tensor
+    return kernel, "Kernel.weight"
+
+
+def hold_in_buffer(tensor):
+    module = nn.Linear(1, 1)
+    module.register_buffer("stale", tensor)
+    return module, "Linear._buffers.stale"
+
+
+def hold_in_list(tensor):
+    kernel = Kernel()
+    kernel.weights = [tensor]
+    return kernel, "Kernel.weights.0"
+
+
+def hold_in_dict(tensor):
+    kernel = Kernel()
+    kernel.config = {"w1": tensor}
+    return kernel, "Kernel.config.w1"
+
+
+def hold_in_module(tensor):
+    module = ModuleType("kernels")
+    module.captured = {"a": tensor}
+    return module, "kernels.captured.a"
+
+
+def hold_alone(tensor):
+    return iter([tensor]), f"a tensor {tuple(tensor.shape)} {tensor.dtype}"
+
+
+@pytest.mark.parametrize("method", [PLAIN, NVFP4], ids=["same-size", "another-size"])
+@pytest.mark.parametrize(
+    "hold",
+    [hold_in_attribute, hold_in_used_attribute, hold_in_buffer, hold_in_list, hold_in_dict, hold_in_module, hold_alone],
+)
+def test_a_captured_host_tensor_ends_the_start_and_is_named(hold, method):
+    """Taken while another layer is processed, when this one's parameters lie in host memory."""
+    made = pageable(2**30, "experts")
+    model = Model(made, experts=method)
+    experts = model.layers[0].experts
+    with made.loading(model.layers[1].experts, CPU):
+        holder, name = hold(next(p for n, p in experts.named_parameters() if "w13_weight" in n).data)
+    with pytest.raises(AuditError) as error:
+        load(model, made)
+    text = str(error.value)
+    assert "1 tensors lie where they cannot be read" in text and f"\n  {name} " in text, text
+    assert "--cpu-offload-params" in text and "Serve without --cpu-offload-gb" in text
+    del holder
+
+
+@pytest.mark.parametrize("method", [PLAIN, NVFP4], ids=["same-size", "another-size"])
+def test_a_mapped_view_from_before_processing_ends_the_start(mapped, method):
+    """Its bytes are repacked under it, or belong to nobody: either way its reader is wrong."""
+    made = Offloader(2**30, {"experts"}, Memory(None, None, view_elsewhere), lambda _: None)
+    model = Model(made, experts=method)
+    kernel = Kernel()
+    experts = model.layers[0].experts
+    kernel.captured = next(p for n, p in experts.named_parameters() if "w13_weight" in n).data
+    with pytest.raises(AuditError, match=r"Kernel\.captured reads host memory that no parameter owns any more"):
+        load(model, made)
+
+
+def test_without_the_captured_tensor_the_same_start_succeeds():
+    made = pageable(2**30, "experts")
+    model = Model(made, experts=NVFP4)
+    with made.loading(model.layers[1].experts, CPU):
+        holder = [model.layers[0].experts.w13_weight_packed.data]
+    holder.clear()
+    load(model, made)
+    assert torch.equal(tokens(model), resident(experts=NVFP4))
+
+
+def test_a_scale_on_another_device_ends_the_start():
+    made = pageable(2**30, "experts")
+    model = Model(made, experts=NVFP4)
+    model.layers[1].experts.w2_weight_scale = parameter(torch.empty(3, device="meta"))
+    with pytest.raises(AuditError, match=r"model\.layers\.1\.experts\.w2_weight_scale lies on meta") as error:
+        load(model, made)
+    assert "its kernel reads it on cpu" in str(error.value)
+
+
+def test_a_buffer_on_another_device_ends_the_start():
+    made = pageable(2**30, "experts")
+    model = Model(made)
+    model.layers[2].experts.register_buffer("expert_map", torch.empty(3, device="meta"))
+    with pytest.raises(AuditError, match=r"model\.layers\.2\.experts\.expert_map lies on meta"):
+        load(model, made)
+
+
+def test_an_empty_tensor_may_lie_anywhere():
+    made = pageable(2**30, "experts")
+    model = Model(made)
+    model.layers[2].experts.register_buffer("expert_map", torch.empty(0, device="meta"))
+    load(model, made)
+    assert torch.equal(tokens(model), resident())
+
+
+def test_a_parameter_that_someone_moved_away_ends_the_start(monkeypatch):
+    made = pageable(2**30, "experts")
+    model = Model(made)
+    allocate = Staging.allocate
+
+    def then_moved(staging):
+        allocate(staging)
+        model.layers[0].experts.w2_weight.data = torch.empty(EXPERTS, HIDDEN, INNER)
+
+    monkeypatch.setattr(Staging, "allocate", then_moved)
+    with pytest.raises(AuditError, match=r"layers\.0\.experts\.w2_weight was offloaded, but lies on cpu at another"):
+        load(model, made)
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_host_tensor_beside_mapped_memory_ends_the_start(captured):
+    """The device reads its own view; whoever was given the host's tensor instead would read what it can't."""
+    device = torch.device("meta")  # stands for one: its tensors lie at address 0
+    arena = Arena(pin=False)
+    buffer = arena.take(64)
+    buffer.mapping.alias = (0, 1)
+    host = buffer.tensor_like(torch.empty(16))
+    item = Item("a.w13_weight", nn.Module(), 0, 0, True, parameter(torch.empty(16, device=device)), buffer, host)
+    holder = hold_in_attribute(buffer.tensor_like(host) if captured else torch.empty(1))
+    if captured:
+        with pytest.raises(AuditError, match=r"1 tensors lie .*\n  Kernel\.weight is a host tensor that"):
+            audit([item], [], device, arena, None)
+    else:
+        audit([item], [], device, arena, None)
+    del holder
+
+
+def test_an_item_can_be_printed_when_its_memory_is_sealed():
+    """A traceback with local variables must not end the process that it explains."""
+    _, made = started(2**30)
+    assert all("Item" in repr(item) for item in made.items.values())
+
+
+def test_many_faults_are_counted_and_the_first_are_listed():
+    made = pageable(2**30, "experts")
+    model = Model(made)
+    holders = [hold_in_attribute(model.layers[0].experts.w13_weight.data[i % EXPERTS].data) for i in range(25)]
+    with pytest.raises(AuditError, match="25 tensors lie where") as error:
+        load(model, made)
+    assert str(error.value).count("Kernel.weight") == 20
+    del holders
+
+
+def test_tensors_of_the_rest_of_the_process_do_not_disturb_the_audit():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        others = [torch.empty(4), torch.empty(4, device="cuda")]
+    others += [torch.empty(3, device="meta"), torch.eye(3).to_sparse(), torch.empty(0), nn.Parameter(torch.ones(3))]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model, _ = started(2**30)
+    assert torch.equal(tokens(model), resident())
+    assert len(others) == 6

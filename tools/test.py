@@ -1,0 +1,59 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Every test that needs no GPU: unit, then release and serve on each pin, each in that pin's own environment.
+
+    tools/test.py [--layer unit|release|serve] [--tag TAG] [pytest arguments]
+
+`unit` needs no vLLM; `release` runs our patches inside the real Python of a pin on the torch that it names; `serve`
+boots its real server. Environments are made on the first run (`envs`) and kept in the cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+import envs  # noqa: E402
+
+import vllm_offload as cli  # noqa: E402
+
+
+def pytest(python: Path, folder: str, more: list[str]) -> bool:
+    """Run one folder of tests in a process of its own; whether it passed."""
+    command = [str(python), "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", f"tests/{folder}", *more]
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "EXPERT_OFFLOAD_"))}
+    return subprocess.run(command, cwd=ROOT, env=clean).returncode == 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layer", choices=["unit", "release", "serve"])
+    parser.add_argument("--tag", choices=[*cli.releases()])
+    arguments, more = parser.parse_known_args()
+    tags = [arguments.tag] if arguments.tag else [*cli.releases()]
+    pythons = {tag: envs.make(tag) for tag in tags}
+    runs = [("unit", tags[-1])] if arguments.layer in (None, "unit") else []
+    runs += [(layer, tag) for layer in ("release", "serve") if arguments.layer in (None, layer) for tag in tags]
+    failed = []
+    for layer, tag in runs:
+        began = time.monotonic()
+        print(f"== {layer} on {tag}", flush=True)
+        if layer != "unit":
+            envs.patch(pythons[tag])
+        if not pytest(pythons[tag], layer, more):
+            failed.append(f"{layer} on {tag}")
+        print(f"== {layer} on {tag}: {time.monotonic() - began:.0f} s", flush=True)
+    print(
+        f"{len(runs) - len(failed)} of {len(runs)} layers passed" + (f"; failed: {', '.join(failed)}" if failed else "")
+    )
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
