@@ -24,6 +24,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 EXPERT_SCALE = 3.0
 SWITCHES = ("VLLM_WEIGHT_OFFLOADING_DISABLE_UVA", "VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY")
@@ -238,6 +240,16 @@ def requested() -> int:
     return torch.cuda.memory_stats()["requested_bytes.all.current"]
 
 
+def storages() -> list[tuple[StorageWeakRef, int]]:
+    """The storages on the card that Python can reach, each once, and their bytes."""
+    found = {}
+    for t in [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor) and not isinstance(o, FakeTensor)]:
+        if t.device.type == "cuda" and t.layout is torch.strided:
+            storage = t.untyped_storage()
+            found[storage._cdata] = (StorageWeakRef(storage), storage.nbytes() if storage.resizable() else 0)
+    return list(found.values())
+
+
 @dataclass
 class Run:
     """One engine: its tokens, what loading left allocated on the GPU, and how often a graph was replayed."""
@@ -270,8 +282,15 @@ class Run:
         item.host[1].copy_(kept)
 
 
-def start(model: str, *, eager: bool, memory: str = "mapped", **kw) -> Run:
-    """An engine. `memory` is "mapped", "pinned" (no UVA), "pageable" (WSL's rules) or "unpinned" (the switch)."""
+def start(model: str, *, mode: str, memory: str = "mapped", v2: bool = False, **kw) -> Run:
+    """An engine on `model`, dummy weights unless `load_format` says otherwise.
+
+    Args:
+        mode: "eager", "compiled" (the release's default graphs) or "piecewise" (compiled, no full graphs).
+        memory: "mapped", "pinned" (no UVA), "pageable" (WSL's rules) or "unpinned" (the switch).
+        v2: ask for the V2 model runner.
+        kw: more settings of vllm.LLM.
+    """
     import vllm.envs as envs
     import vllm.model_executor.model_loader.dummy_loader as dummy
     from vllm.model_executor.model_loader import base_loader
@@ -284,6 +303,7 @@ def start(model: str, *, eager: bool, memory: str = "mapped", **kw) -> Run:
         os.environ[SWITCHES[0]] = "1"
     if memory == "unpinned":
         os.environ[SWITCHES[1]] = "1"
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(v2))
     getattr(envs, "disable_envs_cache", lambda: None)()
     pretend(memory == "pageable")
     dummy.initialize_dummy_weights = fill
@@ -294,18 +314,19 @@ def start(model: str, *, eager: bool, memory: str = "mapped", **kw) -> Run:
     def measured(self, *a, **k):
         gc.collect()
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        before = requested()
+        before, there = requested(), storages()
         out = load(self, *a, **k)
         gc.collect()
         torch.cuda.synchronize()
-        run.loaded = requested() - before
+        # Whatever an earlier engine of this process had left behind and died meanwhile is no merit of this one.
+        died = sum(nbytes for storage, nbytes in there if storage.expired())
+        run.loaded = requested() - before + died
         return out
 
     settings = dict(
         load_format="dummy",
         skip_tokenizer_init=True,
-        enforce_eager=eager,
+        enforce_eager=mode == "eager",
         gpu_memory_utilization=0.08,
         kv_cache_memory_bytes=2**30,
         max_model_len=1024,
@@ -316,8 +337,10 @@ def start(model: str, *, eager: bool, memory: str = "mapped", **kw) -> Run:
     )
     if "qwen35" in model:
         settings.update(language_model_only=True, gdn_prefill_backend="triton")
-    if not eager:
+    if mode != "eager":
         settings["compilation_config"] = {"cudagraph_capture_sizes": [1, 2, 4]}
+    if mode == "piecewise":
+        settings["compilation_config"]["cudagraph_mode"] = "PIECEWISE"
     replay = torch.cuda.CUDAGraph.replay
 
     def counted(graph):
@@ -355,10 +378,8 @@ def end(run: Run) -> None:
     cleanup_dist_env_and_memory()
     gc.collect()
     torch.cuda.empty_cache()
-    print(
-        f"after the end {torch.cuda.memory_allocated() / 2**20:.0f} MiB are allocated, {torch.cuda.memory_reserved() / 2**20:.0f} reserved",
-        flush=True,
-    )
+    left, held = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    print(f"after the end {left / 2**20:.0f} MiB are allocated, {held / 2**20:.0f} reserved", flush=True)
 
 
 def free(tensors) -> None:

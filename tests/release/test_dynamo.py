@@ -35,7 +35,7 @@ def compiled(model, backend="eager"):
 
 
 def test_the_release_alone_does_not_trace(config, resident, monkeypatch):
-    """UVAOffloader of the release, let loose on CPU tensors: Dynamo refuses it, or the numbers are those of no model."""
+    """UVAOffloader of the release, let loose on CPU tensors: Dynamo refuses it, or the numbers are wrong."""
     import vllm.model_executor.offloader.uva as uva
     from vllm.model_executor.offloader import base
 

@@ -33,10 +33,10 @@ def lines(offloader: Offloader) -> list[str]:
     layers = len({i.layer for i in out})
     pinned = sum(i.buffer.nbytes for i in out if i.buffer and i.buffer.pinned)
     total = offloader.moved
+    asked = gib(offloader.selection.budget)
     found = [
-        f"{gib(total)} moved to host memory, {gib(offloader.selection.budget)} asked for ({len(out)} tensors of {layers} "
-        f"layers): routed experts {gib(size[True])}, dense weights {gib(size[False])}; host memory held {gib(total)}, "
-        f"page-locked {gib(pinned)}"
+        f"{gib(total)} moved to host memory, {asked} asked for ({len(out)} tensors of {layers} layers): routed experts "
+        f"{gib(size[True])}, dense weights {gib(size[False])}; host memory held {gib(total)}, page-locked {gib(pinned)}"
     ]
     if offloader.view is not None:
         found.append("kernels read host memory in place (mapped, zero copy)")

@@ -102,7 +102,7 @@ class Staging:
         self.groups[group] = (experts, bound)
 
     def allocate(self) -> None:
-        """Make room for the largest group of experts and twice for the largest of dense weights; point parameters there.
+        """Make room for the largest group of experts, twice for the largest of dense weights; point parameters there.
 
         Dense weights of two layers in turn, so that the next layer's may come while this one's are still read
         (`graphs.join_cuts`).
