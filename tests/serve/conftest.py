@@ -14,6 +14,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 
+NEWEST = "0.32.0"
+
+
 @pytest.fixture(scope="session")
 def release() -> str:
     """Version of the release under test, without the suffix of a build."""
@@ -24,11 +27,16 @@ def release() -> str:
 
 
 @pytest.fixture(scope="session")
-def models(tmp_path_factory) -> dict[str, Path]:
+def models(release, tmp_path_factory) -> dict[str, Path]:
     """The committed model as it is (experts in W4A16) and unpacked to bf16."""
     committed = ROOT / "tests" / "models" / "tiny-moe"
     plain = tmp_path_factory.mktemp("models") / "bf16"
     subprocess.run(
         [sys.executable, str(ROOT / "tools" / "quantize.py"), "bf16", str(committed), str(plain)], check=True
     )
-    return {"w4a16": committed, "bf16": plain}
+    models = {"w4a16": committed, "bf16": plain}
+    if release == NEWEST:  # older ones do not run Qwen3.5 on a CPU
+        models["qwen3.5"] = plain.with_name("qwen35")
+        script = Path(__file__).with_name("random_qwen35.py")
+        subprocess.run([sys.executable, str(script), str(models["qwen3.5"])], check=True)
+    return models

@@ -13,6 +13,7 @@ from pathlib import Path
 import envs
 import pytest
 import torch
+from conftest import NEWEST
 from server import Server, ServerError
 
 PROMPTS = [
@@ -24,7 +25,6 @@ PROMPTS = [
 HELD_OUT = (Path(__file__).parents[1] / "models" / "heldout.txt").read_text()[:6000]
 LAYER = 6 * 2**20 / 2**30  # GiB of one layer's experts in bf16: 32 experts, 3 matrices of 256 x 128
 OFFLOADED = {"EXPERT_OFFLOAD_CPU": "1"}
-NEWEST = "0.32.0"
 
 
 @pytest.fixture(scope="session")
@@ -103,6 +103,16 @@ def test_bf16_compiled(serve, resident, release):
         found = answers(server)
     assert {k: v for k, v in found.items() if k != "nats"} == {k: v for k, v in expected.items() if k != "nats"}
     assert found["nats"] == pytest.approx(expected["nats"], rel=1e-3)
+
+
+def test_hybrid_without_a_pattern(serve, resident, release):
+    """Random Qwen3.5: experts, and after them dense weights, of layers whose states are not attention's."""
+    if release != NEWEST:
+        pytest.skip("Qwen3.5 runs on a CPU from v0.32.0 on; older pins run it in the GPU tests")
+    expected = resident("qwen3.5", "--enforce-eager")
+    with serve("qwen3.5", "--enforce-eager", "--cpu-offload-gb", "1", **OFFLOADED) as server:
+        assert answers(server) == expected
+        assert "routed experts 3.00 MiB" in reported(server)
 
 
 def test_w4a16(serve, resident, release):

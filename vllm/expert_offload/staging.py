@@ -129,9 +129,17 @@ class Staging:
     def fill(self, group: int) -> None:
         """Copy the bytes of `group` in: in stream order from page-locked memory, blocking from pageable."""
         self.fills += 1
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing() and not self._pinned(group):
+            raise RuntimeError(
+                "expert offload: a CUDA graph is being captured around a copy from pageable memory, which would fault: "
+                "set --compilation-config '{\"cudagraph_mode\": \"NONE\"}' and report how this start was made"
+            )
         for part, buffer in self._copies[group]:
             with buffer.opened() as source:
                 part.copy_(source, non_blocking=buffer.pinned)
+
+    def _pinned(self, group: int) -> bool:
+        return all(buffer.pinned for _, buffer in self._copies[group])
 
     def drop(self, group: int) -> None:
         """Overwrite the bytes of `group`: every floating-point format reads NaN."""
