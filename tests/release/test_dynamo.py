@@ -115,7 +115,7 @@ def test_ours_is_right(config, resident, monkeypatch, backend, budget):
     offloader = Offloader(budget, {"experts"}, memory, lines.append)
     monkeypatch.setattr(base, "_instance", offloader)
     model = moe.build(config)
-    offloader.built()
+    offloader.built(torch.device("cpu"))
     moe.fill(model)
     moe.process(model)
     assert lines and "moved to host memory" in lines[0]

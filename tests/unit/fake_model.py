@@ -195,7 +195,7 @@ def pageable(budget: int, *patterns: str, said: list | None = None) -> Offloader
 def started(budget: int, *patterns: str, said: list | None = None, **kw) -> tuple[Model, Offloader]:
     made = pageable(budget, *patterns, said=said)
     model = Model(made, **kw)
-    made.built()
+    made.built(torch.device("cpu"))
     load(model, made)
     return model, made
 

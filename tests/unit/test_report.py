@@ -149,14 +149,14 @@ def test_a_pattern_that_matches_nothing_ends_the_start_before_weights_are_read()
     made = pageable(2**30, "experts", "expertz")
     Model(made)
     with pytest.raises(PatternError, match=r"--cpu-offload-params expertz: .*Nearest: .*experts\.w13_weight"):
-        made.built()
+        made.built(torch.device("cpu"))
 
 
 def test_a_pattern_for_a_scale_ends_the_start():
     made = pageable(2**30, "w13_weight_scale")
     Model(made, experts=NVFP4)
     with pytest.raises(PatternError, match=r"layers\.0\.experts\.w13_weight_scale, which must stay on the GPU"):
-        made.built()
+        made.built(torch.device("cpu"))
 
 
 def test_patterns_hit_before_processing_whatever_the_packing():
@@ -172,7 +172,7 @@ def test_a_drafter_is_not_asked_for_the_patterns_again(monkeypatch):
     model, made = started(2**30, "layers.1")
     assert asked == [{"layers.1": 4}, {"moved": EVERYTHING // 3}]
     draft = Model(made, layers=1, prefix="draft")
-    made.built()
+    made.built(torch.device("cpu"))
     load(draft, made)
     assert len(asked) == 2
     assert torch.equal(tokens(model), resident())
@@ -181,7 +181,7 @@ def test_a_drafter_is_not_asked_for_the_patterns_again(monkeypatch):
 def test_nothing_moved_because_views_are_held():
     made = pageable(2**30, "conv1d")
     Model(made, mixer=True)
-    made.built()
+    made.built(torch.device("cpu"))
     with pytest.raises(NothingMoved) as error:
         made.finish(CPU)
     assert str(error.value) == (

@@ -113,15 +113,31 @@ class Offloader:
         return wrapped
 
     def _take(self, layer_name: str, module: nn.Module) -> None:
+        """Choose from one layer, and move what was chosen; give back what an earlier layer no longer has to give."""
         if self._home is None:
             self._home = next((p.device for p in module.parameters() if p.device.type != "meta"), None)
         if self._is_plain_cpu():
             return
+        here = self._survey(layer_name, module)
+        taken, returned = self.selection.layer([candidate for candidate, _, _ in here.values()])
+        for candidate in returned:
+            item = next(i for i in self.items.values() if i.name == candidate.name)
+            if item.out:
+                come_back(item, self._device())
+            del self.items[id(item.owner), item.name]
+        for candidate in taken:
+            _, item, parameter = here[candidate.name]
+            self.items[id(item.owner), item.name] = item
+            item.parameter = parameter
+            if parameter.device.type != "meta" and not self._down(item, parameter):
+                self.selection.put_back(candidate)
+
+    def _survey(self, layer_name: str, module: nn.Module) -> dict[str, tuple[Candidate, Item, nn.Parameter]]:
+        """Every parameter of a layer by its canonical name, with whether it may leave and what it is fetched before."""
         layer, self._layers = self._layers, self._layers + 1
-        group_of: dict[int, int] = {}
-        here: dict[str, tuple[Item, nn.Parameter]] = {}
         earlier = {id(item.parameter): item for item in self.items.values() if item.parameter is not None}
-        candidates = []
+        group_of: dict[int, int] = {}
+        here: dict[str, tuple[Candidate, Item, nn.Parameter]] = {}
         for path, owner, leaf, parameter in _parameters(module):
             if id(parameter) in earlier:
                 self._share(earlier[id(parameter)])
@@ -129,32 +145,21 @@ class Offloader:
             method, unknown = roles.method_of(owner), roles.unknown(owner, leaf)
             name = ".".join(part for part in (layer_name, path, leaf) if part)
             name = roles.canonical(name, method is not None or unknown is not None)
+            if unknown is not None:
+                self.unclassified.append(f"{name} ({unknown})")
+            exists = not isinstance(parameter, nn.UninitializedParameter) and parameter.numel() > 0
+            can = exists and roles.may_leave(owner, leaf, parameter.dim())
+            if name in here:
+                if can:
+                    self.unclassified.append(f"{name} (the second of that name)")
+                continue
             before = module.get_submodule(roles.expert_layer(path)) if method is not None else module
             group = group_of.setdefault(id(before), len(self._groups))
             if group == len(self._groups):
                 self._groups.append(before)
-            if unknown is not None:
-                self.unclassified.append(f"{name} ({unknown})")
-            can = not isinstance(parameter, nn.UninitializedParameter) and parameter.numel() > 0
-            can = can and roles.may_leave(owner, leaf, parameter.dim())
-            if can and name in here:
-                self.unclassified.append(f"{name} (the second of that name)")
-                can = False
-            candidates.append(Candidate(name, parameter.nbytes if can else 0, method is not None, can))
-            here.setdefault(name, (Item(name, owner, layer, group, method is not None), parameter))
-        taken, returned = self.selection.layer(candidates)
-        by_name = {item.name: item for item in self.items.values()} if returned else {}
-        for candidate in returned:
-            item = by_name[candidate.name]
-            if item.out:
-                come_back(item, self._device())
-            del self.items[id(item.owner), item.name]
-        for candidate in taken:
-            item, parameter = here[candidate.name]
-            self.items[id(item.owner), item.name] = item
-            item.parameter = parameter
-            if parameter.device.type != "meta" and not self._down(item, parameter):
-                self.selection.put_back(candidate)
+            candidate = Candidate(name, parameter.nbytes if can else 0, method is not None, can)
+            here[name] = (candidate, Item(name, owner, layer, group, method is not None), parameter)
+        return here
 
     def _share(self, item: Item) -> None:
         """Another layer has the parameter of `item` too, and a staged group is fetched for one layer alone."""
@@ -169,13 +174,13 @@ class Offloader:
     def _down(self, item: Item, parameter: nn.Parameter, spare: HostBuffer | None = None) -> bool:
         return leave(item, parameter, self.arena, self.view, spare)
 
-    def built(self) -> None:
-        """The model stands: before any weight is read, every pattern must have matched something on some rank."""
+    def built(self, device: torch.device) -> None:
+        """The model stands, for `device`: before any weight is read, every pattern must have matched on some rank."""
         if self._summed or not self.selection.budget:
             return
         if self._is_plain_cpu():
-            raise NothingMoved(report.nothing_moved([], self._device(), CPU_SWITCH))
-        self.selection.check(_over_ranks(self.selection.hits, self._device()))
+            raise NothingMoved(report.nothing_moved([], device, CPU_SWITCH))
+        self.selection.check(_over_ranks(self.selection.hits, device))
 
     def _is_plain_cpu(self) -> bool:
         """Weights are in host memory anyway, and nobody asked for the CPU to be treated as a device."""

@@ -132,7 +132,7 @@ class Staging:
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing() and not self._pinned(group):
             raise RuntimeError(
                 "expert offload: a CUDA graph is being captured around a copy from pageable memory, which would fault: "
-                "set --compilation-config '{\"cudagraph_mode\": \"NONE\"}' and report how this start was made"
+                'set --compilation-config \'{"cudagraph_mode": "NONE"}\' and report how this start was made'
             )
         for part, buffer in self._copies[group]:
             with buffer.opened() as source:
