@@ -71,6 +71,20 @@ def test_prefetch_is_left_alone(patched):
     assert not patched.compile_factor(config)
 
 
+@pytest.mark.parametrize("backend", ["auto", "uva", "prefetch"])
+def test_no_gigabyte_no_offload(patched, backend):
+    """The backend named and nothing asked of it: no offloader of ours decides anything, and the start succeeds."""
+    config = OffloadConfig(
+        offload_backend=backend, prefetch=PrefetchOffloadConfig(offload_group_size=1, offload_num_in_group=1)
+    )
+    assert not patched.offloads(config)
+    offloader = base.create_offloader(OffloadConfig(offload_backend="uva"))
+    import torch
+
+    offloader.built(torch.device("cpu"))
+    offloader.finish(torch.device("cpu"))
+
+
 def test_compile_key_knows_the_kind_of_memory(monkeypatch):
     """Mapped memory needs no copies in the graph, pageable memory does: another graph, another key."""
     plain = asked().compute_hash()

@@ -22,7 +22,7 @@ PROMPTS = [
     "Redistribution and use in source and binary forms",
     "the LORD said unto",
 ]
-HELD_OUT = (Path(__file__).parents[1] / "models" / "heldout.txt").read_text()[:6000]
+HELD_OUT = (Path(__file__).parents[1] / "models" / "heldout.txt").read_text()[:3000]
 LAYER = 6 * 2**20 / 2**30  # GiB of one layer's experts in bf16: 32 experts, 3 matrices of 256 x 128
 OFFLOADED = {"EXPERT_OFFLOAD_CPU": "1"}
 
