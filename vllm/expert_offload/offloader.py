@@ -229,13 +229,15 @@ class Offloader:
 
     def finish(self, device: torch.device) -> None:
         """Weights are processed: lay out staging, audit, report. A drafter's model comes through here as well."""
+        if not self.selection.budget:
+            return
         out = [item for item in self.items.values() if item.out]
         if self.view is None and (out or self.staging):
             self._stage(out, device)
         owners = {id(i.owner): (i.name, i.owner) for i in out if i.experts}
         names = [(".".join(name.split(".")[:-1]), owner) for name, owner in owners.values()]
         audit(out, names, device, self.arena, self.staging.holds if self.staging else None)
-        if not self._summed and self.selection.budget:
+        if not self._summed:
             self._summed = True
             if _over_ranks({"moved": self.moved}, device)["moved"] == 0:
                 raise NothingMoved(report.nothing_moved(list(self.items.values()), device, CPU_SWITCH))
