@@ -83,7 +83,9 @@ def reported(server: Server) -> str:
 
 
 @pytest.mark.parametrize("gib", [LAYER, 2 * LAYER, 1.0], ids=["one layer", "half", "all"])
-def test_bf16_eager(serve, resident, gib):
+def test_bf16_eager(serve, resident, release, gib):
+    if release != NEWEST and gib == 2 * LAYER:
+        pytest.skip("a minute saved: on older pins one layer and all of them are enough")
     expected = resident("bf16", "--enforce-eager")
     assert 1.0 < expected["nats"] < 2.2, "the model is not the trained one"
     flags = ("--cpu-offload-gb", str(gib), "--cpu-offload-params", "experts")
@@ -116,8 +118,8 @@ def test_hybrid_without_a_pattern(serve, resident, release):
 
 
 def test_w4a16(serve, resident, release):
-    if not torch.cpu._is_amx_tile_supported() or release == "0.18.0":
-        pytest.skip("experts in W4A16 run on a CPU with AMX, from v0.26.0 on")
+    if release == "0.18.0" or (release == NEWEST and not torch.cpu._is_amx_tile_supported()):
+        pytest.skip("experts in W4A16 run on a CPU from v0.26.0 on, and from v0.30.0 on only with AMX")
     expected = resident("w4a16", "--enforce-eager")
     with serve(
         "w4a16", "--enforce-eager", "--cpu-offload-gb", "1", "--cpu-offload-params", "experts", **OFFLOADED
@@ -135,7 +137,9 @@ def test_w4a16(serve, resident, release):
     ],
     ids=["pattern matches nothing", "one of two matches", "nothing to move"],
 )
-def test_a_flag_that_does_nothing_ends_the_start(serve, flags, variables, words):
+def test_a_flag_that_does_nothing_ends_the_start(serve, release, flags, variables, words):
+    if release != NEWEST and len(flags) > 2:
+        pytest.skip("a boot saved: the same code as the case before")
     with (
         pytest.raises(ServerError) as error,
         serve("bf16", "--enforce-eager", "--cpu-offload-gb", "1", *flags, **variables),
