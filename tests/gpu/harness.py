@@ -24,7 +24,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 EXPERT_SCALE = 3.0
@@ -243,7 +242,7 @@ def requested() -> int:
 def storages() -> list[tuple[StorageWeakRef, int]]:
     """The storages on the card that Python can reach, each once, and their bytes."""
     found = {}
-    for t in [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor) and not isinstance(o, FakeTensor)]:
+    for t in [o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter)]:
         if t.device.type == "cuda" and t.layout is torch.strided:
             storage = t.untyped_storage()
             found[storage._cdata] = (StorageWeakRef(storage), storage.nbytes() if storage.resizable() else 0)
