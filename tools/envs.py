@@ -60,12 +60,12 @@ def make(tag: str) -> Path:
     run(python, *PIP, *TORCH_NEEDS)
     if subprocess.run([python, "-c", "import torch"], capture_output=True).returncode:
         run(python, ROOT / "tools" / "cuda_stubs.py")
-    if entry["torch"] in TORCHVISION:
-        run(python, *PIP, "--no-deps", f"torchvision=={TORCHVISION[entry['torch']]}")
-        declare_torchvision_ops(python, folder)
     needs = requirements(python)
     run(python, *PIP, *[line for name, line in needs if name not in ALONE], *TEST_NEEDS)
     run(python, *PIP, "--no-deps", *[line for name, line in needs if name in ALONE])
+    if entry["torch"] in TORCHVISION:
+        run(python, *PIP, "--no-deps", f"torchvision=={TORCHVISION[entry['torch']]}")
+        declare_torchvision_ops(python, folder)
     name_vllm(folder, entry["version"])
     stamp.write_text(json.dumps(recipe))
     return python
