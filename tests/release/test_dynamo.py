@@ -34,11 +34,13 @@ def compiled(model, backend="eager"):
     return torch.compile(model, backend=backend, fullgraph=True)
 
 
-def test_the_release_alone_does_not_trace(config, resident, monkeypatch):
-    """UVAOffloader of the release, let loose on CPU tensors: Dynamo refuses it, or the numbers are wrong."""
+def test_the_release_alone_does_not_trace(config, monkeypatch):
+    """UVAOffloader of the release, let loose on CPU tensors: Dynamo refuses its wrapped forward."""
     import vllm.model_executor.offloader.uva as uva
     from vllm.model_executor.offloader import base
 
+    if torch.__version__.startswith("2.13"):
+        pytest.skip("torch 2.13 alone traces it; what is wrong with it then is the next test's")
     source = inspect.getsource(uva)
     assert source.count('if device == torch.device("cpu"):') == 1
     source = source.replace('if device == torch.device("cpu"):', "if False:").replace(
@@ -53,26 +55,11 @@ def test_the_release_alone_does_not_trace(config, resident, monkeypatch):
     assert offloader.cpu_offload_bytes > 0
     moe.fill(model)
     moe.process(model)
-    x, expected = resident
-    # What the release copies for the call is right; what the op reads is the layer's own tensor, on the host.
-    good = {k: v.clone() for k, v in model.state_dict().items()}
-    for p in model.parameters():
-        if p.dim() == 3:
-            p.data = torch.full_like(p.data, float("nan"))
-    monkeypatch.setattr(
-        torch.nn.Module,
-        "state_dict",
-        lambda self, *a, **k: {n: good[f"{_prefix(model, self)}{n}"] for n, _ in self.named_parameters()},
-    )
-    try:
-        out = moe.run(compiled(model), config, x)
-    except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError, torch._dynamo.exc.InternalTorchDynamoError):
-        return
-    assert not torch.allclose(out, expected)
-
-
-def _prefix(model, module):
-    return next(f"{name}." if name else "" for name, m in model.named_modules() if m is module)
+    x = torch.ones(32, moe.HIDDEN)
+    moe.run(model, config, x)  # eager, it runs
+    with pytest.raises(torch._dynamo.exc.Unsupported) as refused:
+        moe.run(compiled(model), config, x)
+    assert "OrderedDict" in str(refused.value) or "setattr" in str(refused.value).lower()
 
 
 def test_a_forward_that_traces_is_wrong(config, resident, monkeypatch):
