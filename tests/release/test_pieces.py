@@ -40,8 +40,9 @@ def traced(model, config, x):
 
 
 def pieces(split):
-    """The code of every piece that is compiled, without the names that number its values."""
-    return [item.graph.code for item in split if not item.is_splitting_graph]
+    """What every compiled piece calls, in order; its values are numbered otherwise and not compared."""
+    compiled = [item.graph.graph for item in split if not item.is_splitting_graph]
+    return [[str(n.target) for n in graph.nodes if n.op.startswith("call_")] for graph in compiled]
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +87,8 @@ def test_pieces_are_the_resident_models(config, patched, monkeypatch):
     patched.join_graph_cuts(graph, [ATTENTION, FILL_OP])
     split, cut = split_graph(graph, [ATTENTION, FILL_OP])
     assert len(cut) == len(plain)
-    assert [p.count("\n") for p in pieces(cut)] == [p.count("\n") for p in pieces(plain)]
+    assert pieces(cut) == pieces(plain)
+    assert any("moe_forward" in call for piece in pieces(cut) for call in piece)
     assert torch.equal(_called(split, inputs, config), expected)
 
 

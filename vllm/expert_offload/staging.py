@@ -7,8 +7,9 @@ place. What is there changes: `expert_offload::fill` copies the bytes of a group
 weights) in before the group's module runs. The op claims to write the module's input, which is what keeps it before the
 module's kernels (they depend on that input) and after the previous layer's (which made it).
 
-Experts are fetched right before the expert op, not at the start of their layer: the op is a border for the compiler
-anyway, so a graph that is cut there computes the very same numbers as one that is not.
+Experts are fetched right before the expert op, not at the start of their layer: what the fill claims to write lies in
+memory there anyway, so it keeps nothing from being fused. Where a graph must be cut at it, `graphs.join_cuts` finds the
+place.
 """
 
 from __future__ import annotations
