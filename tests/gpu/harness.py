@@ -24,7 +24,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 EXPERT_SCALE = 3.0
 SWITCHES = ("VLLM_WEIGHT_OFFLOADING_DISABLE_UVA", "VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY")
@@ -234,27 +233,23 @@ def lies(pointer: int) -> str:
     return ("unregistered", "host", "device", "managed")[found.type]
 
 
-def requested() -> int:
-    """Bytes of the live tensors on the card, without what the allocator's blocks are larger (up to 1 MiB each)."""
-    return torch.cuda.memory_stats()["requested_bytes.all.current"]
-
-
-def storages() -> list[tuple[StorageWeakRef, int]]:
-    """The storages on the card that Python can reach, each once, and their bytes."""
-    found = {}
-    for t in [o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter)]:
-        if t.device.type == "cuda" and t.layout is torch.strided:
-            storage = t.untyped_storage()
-            found[storage._cdata] = (StorageWeakRef(storage), storage.nbytes() if storage.resizable() else 0)
-    return list(found.values())
+def blocks() -> dict[int, int]:
+    """Address and requested bytes of every live block of torch's allocator on the card."""
+    found = [b for segment in torch.cuda.memory_snapshot() for b in segment["blocks"]]
+    return {b["address"]: b["requested_size"] for b in found if b["state"] == "active_allocated"}
 
 
 @dataclass
 class Run:
-    """One engine: its tokens, what loading left allocated on the GPU, and how often a graph was replayed."""
+    """One engine: its tokens, the blocks that loading made on the GPU, and how often a graph was replayed.
+
+    `loaded`, known after `end`: the bytes of those blocks that went away with the engine. What the process keeps for
+    the next one (a table that is made once) was never this model's.
+    """
 
     llm: object
     tokens: list[list[int]] = field(default_factory=list)
+    made: dict[int, int] = field(default_factory=dict)
     loaded: int = 0
     replays: int = 0
     seconds: float = 0.0
@@ -268,7 +263,8 @@ class Run:
     def generate(self, tokens: int = 64) -> list[list[int]]:
         from vllm import SamplingParams
 
-        prompts = [{"prompt_token_ids": [(i * 7919 + k * 104729) % 8000 + 100 for i in range(32)]} for k in range(2)]
+        words = self.llm.llm_engine.model_config.get_vocab_size()
+        prompts = [{"prompt_token_ids": [(i * 7919 + k * 104729) % words for i in range(32)]} for k in range(2)]
         sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
         return [list(o.outputs[0].token_ids) for o in self.llm.generate(prompts, sampling, use_tqdm=False)]
 
@@ -313,13 +309,11 @@ def start(model: str, *, mode: str, memory: str = "mapped", v2: bool = False, **
     def measured(self, *a, **k):
         gc.collect()
         torch.cuda.empty_cache()
-        before, there = requested(), storages()
+        before = blocks()
         out = load(self, *a, **k)
         gc.collect()
         torch.cuda.synchronize()
-        # Whatever an earlier engine of this process had left behind and died meanwhile is no merit of this one.
-        died = sum(nbytes for storage, nbytes in there if storage.expired())
-        run.loaded = requested() - before + died
+        run.made = dict(blocks().items() - before.items())
         return out
 
     settings = dict(
@@ -362,7 +356,7 @@ def start(model: str, *, mode: str, memory: str = "mapped", v2: bool = False, **
 
 
 def end(run: Run) -> None:
-    """Free everything that the engine held on the card, so that the next one starts on an empty one."""
+    """Free everything that the engine held on the card, so that the next one starts on an empty one; set `loaded`."""
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.model_executor.offloader import base
 
@@ -377,8 +371,7 @@ def end(run: Run) -> None:
     cleanup_dist_env_and_memory()
     gc.collect()
     torch.cuda.empty_cache()
-    left, held = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-    print(f"after the end {left / 2**20:.0f} MiB are allocated, {held / 2**20:.0f} reserved", flush=True)
+    run.loaded = sum(dict(run.made.items() - blocks().items()).values())
 
 
 def free(tensors) -> None:

@@ -31,8 +31,8 @@ def resident(tmp_path_factory):
             if not kept.exists():
                 path = harness.nemotron(folder) if scheme == "nemotron" else harness.qwen35(folder, scheme)
                 run = harness.start(path, mode=mode)
-                kept.write_text(json.dumps([path, run.tokens, run.loaded]))
                 harness.end(run)
+                kept.write_text(json.dumps([path, run.tokens, run.loaded]))
         return json.loads(kept.read_text())
 
     return get
@@ -43,29 +43,40 @@ def graphs(mode: str, memory: str) -> str:
     return "piecewise" if mode == "compiled" and memory in ("pageable", "unpinned") else mode
 
 
-def check(run, tokens, loaded, mode, memory, note, case):
-    """Every claim about one row; the mutant comes last, since it spoils the model."""
+def check(run, resident, mode, memory, note, case):
+    """Every claim about one row, and the end of its engine; the mutant comes last, since it spoils the model."""
     import harness
 
-    offloader = run.offloader
-    staging = offloader.staging.bytes.numel() if offloader.staging else 0
-    freed = loaded - run.loaded + staging
+    _, tokens, loaded = resident
     ran = mode if mode == "eager" else f"{mode}, {run.replays} graph replays"
-    more = dict(mode=ran, memory=memory, staging=staging, seconds=round(run.seconds, 1))
-    note(f"{case}: tokens equal", int(run.tokens == tokens), "tokens equal", **more)
+    more = dict(mode=ran, memory=memory, seconds=round(run.seconds, 1))
+    try:
+        note(f"{case}: tokens equal", int(run.tokens == tokens), "tokens equal", **more)
+        assert run.tokens == tokens
+        assert (run.replays > 0) is (mode != "eager")
+        reported = run.offloader.moved
+        staging = run.offloader.staging.bytes.numel() if run.offloader.staging else 0
+        places(run.offloader, memory)
+        run.swap_two_experts()
+        assert run.generate() != tokens, "void: two experts changed places and no token did"
+    finally:
+        harness.end(run)
+    freed = loaded - run.loaded + staging
     unit = "bytes freed / bytes reported"
-    note(f"{case}: {unit}", round(freed / offloader.moved, 4), unit, reported=offloader.moved, **more)
-    assert run.tokens == tokens
-    assert abs(freed - offloader.moved) <= 0.02 * offloader.moved, (freed, offloader.moved)
-    assert (run.replays > 0) is (mode != "eager")
+    note(f"{case}: {unit}", round(freed / reported, 4), unit, reported=reported, staging=staging, **more)
+    assert abs(freed - reported) <= 0.02 * reported, (freed, reported)
+
+
+def places(offloader, memory):
+    """Bytes lie where the driver says that they should."""
+    import harness
+
     for item in offloader.items.values():
         if item.out:
             where = harness.lies(item.parameter.data_ptr())
             assert where == ("host" if memory == "mapped" else "device"), (item.name, where)
             source = harness.lies(item.buffer.bytes.data_ptr())
             assert source == ("unregistered" if memory in ("pageable", "unpinned") else "host")
-    run.swap_two_experts()
-    assert run.generate() != tokens, "void: two experts changed places and no token did"
 
 
 def poison(monkeypatch, mode: str) -> None:
@@ -82,13 +93,10 @@ def test_qwen35(scheme, mode, memory, amount, resident, figures, monkeypatch):
     import harness
 
     poison(monkeypatch, mode)
-    path, tokens, loaded = resident(scheme, graphs(mode, memory))
+    baseline = resident(scheme, graphs(mode, memory))
     kw = dict(cpu_offload_gb=AMOUNTS[amount], cpu_offload_params={"experts"})
-    run = harness.start(path, mode=mode, memory=memory, **kw)
-    try:
-        check(run, tokens, loaded, mode, memory, figures, f"qwen3.5 8 layers {scheme} {mode} {memory} {amount}")
-    finally:
-        harness.end(run)
+    run = harness.start(baseline[0], mode=mode, memory=memory, **kw)
+    check(run, baseline, mode, memory, figures, f"qwen3.5 8 layers {scheme} {mode} {memory} {amount}")
 
 
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
@@ -98,11 +106,8 @@ def test_nemotron_hybrid_without_a_pattern(mode, memory, resident, figures, monk
     import harness
 
     poison(monkeypatch, mode)
-    path, tokens, loaded = resident("nemotron", graphs(mode, memory))
-    run = harness.start(path, mode=mode, memory=memory, cpu_offload_gb=8.0)
-    try:
-        kept = [i.name for i in run.offloader.items.values() if i.kept]
-        assert any("conv1d" in name for name in kept), kept
-        check(run, tokens, loaded, mode, memory, figures, f"nemotron-h hybrid bf16 {mode} {memory} no pattern")
-    finally:
-        harness.end(run)
+    baseline = resident("nemotron", graphs(mode, memory))
+    run = harness.start(baseline[0], mode=mode, memory=memory, cpu_offload_gb=8.0)
+    kept = [i.name for i in run.offloader.items.values() if i.kept]
+    check(run, baseline, mode, memory, figures, f"nemotron-h hybrid bf16 {mode} {memory} no pattern")
+    assert any("conv1d" in name for name in kept), kept

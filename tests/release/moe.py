@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -49,11 +50,11 @@ class Layer(nn.Module):
 class Model(nn.Module):
     """`LAYERS` layers, made by the release's own `make_layers`, so that its offloader sees them."""
 
-    def __init__(self) -> None:
+    def __init__(self, make: Callable[[str], nn.Module]) -> None:
         super().__init__()
         from vllm.model_executor.models.utils import make_layers
 
-        _, _, self.layers = make_layers(LAYERS, lambda prefix: Layer(prefix), "model.layers")
+        _, _, self.layers = make_layers(LAYERS, lambda prefix: make(prefix), "model.layers")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -80,12 +81,12 @@ def engine():
             cleanup_dist_env_and_memory()
 
 
-def build(config) -> Model:
+def build(config, make: Callable[[str], nn.Module] = Layer) -> Model:
     """A model whose layers are registered anew under the same names."""
     config.compilation_config.static_forward_context.clear()
     getattr(config.compilation_config, "static_all_moe_layers", []).clear()
     torch.manual_seed(0)
-    return Model()
+    return Model(make)
 
 
 @torch.no_grad()

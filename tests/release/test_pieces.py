@@ -12,18 +12,40 @@ _library.impl("attention", lambda x: x.sin(), "CompositeExplicitAutograd")
 torch.library.register_fake(ATTENTION, torch.empty_like, lib=_library)
 
 
-class Model(torch.nn.Module):
-    """The expert layers with a stand-in for attention before each, at which a release cuts."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.layers = inner.layers
+class Attention(torch.nn.Module):
+    """A stand-in at which a release cuts."""
 
     def forward(self, x):
-        for layer in self.layers:
-            x = x + torch.ops.offload_test.attention(x * 2)
-            x = layer(x)
-        return x
+        return torch.ops.offload_test.attention(x * 2)
+
+
+class Mixer(torch.nn.Module):
+    """Attention, and dense weights on both sides of it."""
+
+    def __init__(self, prefix):
+        super().__init__()
+        self.before = torch.nn.Linear(moe.HIDDEN, moe.HIDDEN, bias=False)
+        self.attention = Attention()
+        self.after = torch.nn.Linear(moe.HIDDEN, moe.HIDDEN, bias=False)
+
+    def forward(self, hidden_states):
+        return hidden_states + self.after(self.attention(self.before(hidden_states)))
+
+
+class Decoder(moe.Layer):
+    """Attention and experts."""
+
+    def __init__(self, prefix):
+        super().__init__(prefix)
+        self.mixer = Mixer(prefix)
+
+    def forward(self, hidden_states):
+        return super().forward(self.mixer(hidden_states))
+
+
+def hybrid(prefix):
+    """As Nemotron-H: a layer mixes or has experts, and these have no cut."""
+    return (moe.Layer if int(prefix.split(".")[-1]) % 2 else Mixer)(prefix)
 
 
 def traced(model, config, x):
@@ -51,7 +73,9 @@ def config():
         yield config
 
 
-def test_pieces_are_the_resident_models(config, patched, monkeypatch):
+@pytest.mark.parametrize("patterns", [{"experts"}, set()], ids=["experts", "everything"])
+@pytest.mark.parametrize("make", [Decoder, hybrid])
+def test_pieces_are_the_resident_models(make, patterns, config, patched, monkeypatch):
     from vllm.compilation.backends import split_graph
     from vllm.model_executor.offloader import base
 
@@ -59,9 +83,10 @@ def test_pieces_are_the_resident_models(config, patched, monkeypatch):
     from vllm.expert_offload.graphs import FILL_OP
     from vllm.expert_offload.staging import Staging
 
+    monkeypatch.setattr(moe, "LAYERS", 5)
     x = torch.randn(32, moe.HIDDEN, generator=torch.Generator().manual_seed(2))
     monkeypatch.setattr(base, "_instance", base.NoopOffloader())
-    resident = Model(moe.build(config))
+    resident = moe.build(config, make)
     moe.fill(resident)
     moe.process(resident)
     graph, _ = traced(resident, config, x)
@@ -70,9 +95,9 @@ def test_pieces_are_the_resident_models(config, patched, monkeypatch):
 
     monkeypatch.setenv("EXPERT_OFFLOAD_CPU", "1")
     memory = Memory.found(pinnable=False, pin_disabled=False, uva_disabled=False, view=lambda t: t)
-    offloader = Offloader(1 << 30, {"experts"}, memory, lambda line: None)
+    offloader = Offloader(1 << 30, patterns, memory, lambda line: None, lambda m: isinstance(m, Attention))
     monkeypatch.setattr(base, "_instance", offloader)
-    model = Model(moe.build(config))
+    model = moe.build(config, make)
     moe.fill(model)
     hook = Staging.hook
 
@@ -83,10 +108,12 @@ def test_pieces_are_the_resident_models(config, patched, monkeypatch):
 
     monkeypatch.setattr(Staging, "hook", hook_as_on_a_gpu)
     moe.process(model)
+    assert any(not item.experts and item.out for item in offloader.items.values()) is (not patterns)
     graph, inputs = traced(model, config, x)
     patched.join_graph_cuts(graph, [ATTENTION, FILL_OP])
     split, cut = split_graph(graph, [ATTENTION, FILL_OP])
-    assert len(cut) == len(plain)
+    # Before the first piece too, where it needs dense weights: a cut, but of nothing in two.
+    assert len(cut) == len(plain) + (not patterns)
     assert pieces(cut) == pieces(plain)
     assert any("moe_forward" in call for piece in pieces(cut) for call in piece)
     assert torch.equal(_called(split, inputs, config), expected)

@@ -187,9 +187,14 @@ def tokens(model, count: int = 5) -> torch.Tensor:
         return model(torch.arange(count) * 0.1, seeded("input", (count, HIDDEN)))
 
 
+def has_attention(module: nn.Module) -> bool:
+    """Every layer here stands for one whose attention cuts the graph."""
+    return isinstance(module, Layer)
+
+
 def pageable(budget: int, *patterns: str, said: list | None = None) -> Offloader:
     memory = Memory("this is a test", None, lambda t: t)
-    return Offloader(budget, set(patterns), memory, (said if said is not None else []).append)
+    return Offloader(budget, set(patterns), memory, (said if said is not None else []).append, has_attention)
 
 
 def started(budget: int, *patterns: str, said: list | None = None, **kw) -> tuple[Model, Offloader]:
@@ -225,7 +230,11 @@ def view_elsewhere(tensor: torch.Tensor) -> torch.Tensor:
 
 def mapped_start(budget: int, *patterns: str, said: list | None = None, **kw) -> tuple[Model, Offloader]:
     made = Offloader(
-        budget, set(patterns), Memory(None, None, view_elsewhere), (said if said is not None else []).append
+        budget,
+        set(patterns),
+        Memory(None, None, view_elsewhere),
+        (said if said is not None else []).append,
+        has_attention,
     )
     model = Model(made, **kw)
     load(model, made)

@@ -19,6 +19,7 @@ from fake_model import (
     NVFP4,
     PLAIN,
     Model,
+    has_attention,
     load,
     pageable,
     parameter,
@@ -99,7 +100,7 @@ def test_a_captured_host_tensor_ends_the_start_and_is_named(hold, method):
 @pytest.mark.parametrize("method", [PLAIN, NVFP4], ids=["same-size", "another-size"])
 def test_a_mapped_view_from_before_processing_ends_the_start(mapped, method):
     """Its bytes are repacked under it, or belong to nobody: either way its reader is wrong."""
-    made = Offloader(2**30, {"experts"}, Memory(None, None, view_elsewhere), lambda _: None)
+    made = Offloader(2**30, {"experts"}, Memory(None, None, view_elsewhere), lambda _: None, has_attention)
     model = Model(made, experts=method)
     kernel = Kernel()
     experts = model.layers[0].experts
@@ -148,8 +149,8 @@ def test_a_parameter_that_someone_moved_away_ends_the_start(monkeypatch):
     model = Model(made)
     allocate = Staging.allocate
 
-    def then_moved(staging):
-        allocate(staging)
+    def then_moved(staging, places):
+        allocate(staging, places)
         model.layers[0].experts.w2_weight.data = torch.empty(EXPERTS, HIDDEN, INNER)
 
     monkeypatch.setattr(Staging, "allocate", then_moved)

@@ -29,6 +29,7 @@ from fake_model import (
     Experts,
     Layer,
     Model,
+    has_attention,
     kept,
     load,
     mapped_start,
@@ -220,9 +221,9 @@ def groups(draw):
     return draw(st.lists(st.tuples(sizes, sizes), min_size=1, max_size=4))
 
 
-@given(groups(), st.randoms())
+@given(groups(), st.integers(1, 4), st.randoms())
 @settings(max_examples=50)
-def test_experts_and_dense_weights_of_a_layer_are_there_at_once(layers, random):
+def test_experts_and_dense_weights_of_a_layer_are_there_at_once(layers, count, random):
     staging, host_values, parameters = Staging(CPU, poison=True), {}, {}
     for number, (kind, sizes) in enumerate((k, s) for layer in layers for k, s in zip((False, True), layer)):
         bound = []
@@ -233,11 +234,13 @@ def test_experts_and_dense_weights_of_a_layer_are_there_at_once(layers, random):
         staging.bind(number, kind, bound)
         host_values[number] = [b.buffer.bytes.tolist() for b in bound]
         parameters[number] = [b.parameter for b in bound]
-    staging.allocate()
+    staging.allocate(count)
     need = [max(sum(-(-n // 512) * 512 for n in layer[k]) for layer in layers) for k in (0, 1)]
-    assert staging.bytes.numel() == 2 * need[0] + need[1], "room for two layers' dense weights and one's experts"
+    assert staging.bytes.numel() == count * need[0] + need[1], "`count` layers' dense weights and one's experts"
     places = [{p.data_ptr() for p in parameters[2 * layer]} for layer in range(len(layers))]
-    assert all(a.isdisjoint(b) for a, b in itertools.pairwise(places)), "the next layer's may come early"
+    for first in range(len(places)):
+        together = places[first : first + count]
+        assert len(set().union(*together)) == sum(map(len, together)), "the next layers' may come early"
     for p in itertools.chain(*parameters.values()):
         assert staging.holds(p) and (p.data_ptr() - staging.bytes.data_ptr()) % 512 == 0
     for layer in random.sample(range(len(layers)), len(layers)):
@@ -306,7 +309,7 @@ def test_mapped_memory_is_read_in_place(mapped, method):
 
 
 def test_a_parameter_that_two_layers_share_moves_once_where_memory_is_mapped(mapped):
-    made = Offloader(2**30, set(), Memory(None, None, view_elsewhere), lambda _: None)
+    made = Offloader(2**30, set(), Memory(None, None, view_elsewhere), lambda _: None, has_attention)
     model = shares_across_layers(made)
     load(model, made)
     assert not kept(made) and made.moved == EVERYTHING * 2 // 3 - QKV

@@ -21,6 +21,7 @@ from fake_model import (
     Layer,
     Linear,
     Model,
+    has_attention,
     load,
     out_names,
     pageable,
@@ -55,7 +56,7 @@ def test_memory(pinnable, pin_disabled, uva_disabled, kind, refused, unmapped, m
     assert memory.kind == kind and memory.view is view_elsewhere
     assert (memory.refused or "").startswith(refused or "") and bool(memory.refused) is bool(refused)
     assert (memory.unmapped or "").startswith(unmapped or "") and bool(memory.unmapped) is bool(unmapped)
-    made = Offloader(1, set(), memory, print)
+    made = Offloader(1, set(), memory, print, has_attention)
     assert made.arena.pin is (kind != "pageable") and made.arena.take(10).pinned is (kind != "pageable")
     assert (made.view is None) is (kind != "mapped")
 
@@ -63,7 +64,7 @@ def test_memory(pinnable, pin_disabled, uva_disabled, kind, refused, unmapped, m
 def test_pinned_memory_that_may_not_be_mapped_is_staged(mapped):
     said = []
     memory = Memory.found(pinnable=True, pin_disabled=False, uva_disabled=True, view=view_elsewhere)
-    made = Offloader(2**30, set(), memory, said.append)
+    made = Offloader(2**30, set(), memory, said.append, has_attention)
     model = Model(made)
     load(model, made)
     assert "in stream order, into a staging buffer" in said[1]

@@ -8,6 +8,6 @@ order of a start), `graphs` (CUDA graphs beside blocking copies), `report`.
 
 from .graphs import GraphPlan, join_cuts, plan_graphs
 from .offloader import Memory, Offloader, cache_factor
-from .staging import holds_experts
+from .staging import current
 
-__all__ = ["GraphPlan", "Memory", "Offloader", "cache_factor", "holds_experts", "join_cuts", "plan_graphs"]
+__all__ = ["GraphPlan", "Memory", "Offloader", "cache_factor", "current", "join_cuts", "plan_graphs"]

@@ -11,11 +11,14 @@ cut of our own: the pieces, and the rounding that the compiler's fusions give th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
+from torch import nn
 from torch.fx import Graph, Node
+
+from .staging import Staging
 
 FILL_OP = "expert_offload::fill"
 
@@ -51,39 +54,62 @@ def plan_graphs(*, pinned: bool, mode: str, splitting_ops: list[str], piecewise:
     return GraphPlan("PIECEWISE", ops, line)
 
 
-def join_cuts(graph: Graph, is_cut: Callable[[Node], bool], holds_experts: Callable[[int], bool]) -> int:
+def dense_places(layers: Iterable[tuple[bool, bool]]) -> int:
+    """Places that dense weights need in the staging buffer so that every fill can move to a cut of the release's own.
+
+    Between two cuts run the end of the layer that holds the first, the layers without a cut, and the beginning of the
+    layer that holds the second: all their weights must be there at once. Where a layer without dense weights begins
+    cannot be seen in the graph, so those fetched last count as read until the next are fetched.
+
+    Args:
+        layers: for each layer in order, whether dense weights of it are fetched, and whether the graph is cut in it.
+    """
+    together = most = 0
+    for fetched, cut in layers:
+        together += fetched
+        most = max(most, together)
+        if cut:
+            together = min(together, 1)
+    return max(1, most)
+
+
+def join_cuts(graph: Graph, is_cut: Callable[[Node], bool], staging: Staging) -> int:
     """Move each fill of `graph` behind the nearest cut before it, where that is safe; returns how many were moved.
 
     A group's place in the staging buffer is free once its last reader has run. Experts share one place, which the next
-    op after their own fill reads; dense weights of a layer are read until the next layer's are fetched, and have two
-    places in turn (`Staging`). Both come to the same rule: a fill may move back to any cut that stands behind the
-    previous fill of its kind.
+    op after their own fill reads: theirs may move back to any cut behind the fill of experts before it. Dense weights
+    are read until the next layer's are fetched, and have `staging.places` in turn: behind a cut there is room for as
+    many, less the one that is being read there. The beginning of the graph counts as a cut.
 
     Args:
         graph: one forward pass, as traced; changed in place.
         is_cut: whether the release cuts at a node; true for fills themselves.
-        holds_experts: whether a group is one of experts, by its number.
+        staging: where the fills write.
     """
     fills = (torch.ops.expert_offload.fill, torch.ops.expert_offload.fill.default)
-    cut: Node | None = None
-    behind: dict[bool, bool] = {True: True, False: True}  # is `cut` behind the previous fill of that kind?
-    moved = 0
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    cut = inputs[-1] if inputs else None
+    anchor = next((node for node in inputs if _is_activation(node)), None)
+    room = {True: 1, False: staging.places}  # fills of experts, and of dense weights, that may still move to `cut`
+    reading = moved = 0
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
         if node.target not in fills:
             if is_cut(node):
-                cut, behind = node, {True: True, False: True}
+                cut, room = node, {True: 1, False: staging.places - reading}
+                anchor = next((a for a in cut.all_input_nodes if _is_activation(a)), None)
             continue
-        kind = holds_experts(int(node.args[1]))
-        anchor = next((a for a in cut.all_input_nodes if _is_tensor(a)), None) if cut else None
-        if is_cut(node) and behind[kind] and cut is not None and anchor is not None:
+        experts, _ = staging.groups[int(node.args[1])]
+        if is_cut(node) and room[experts] > 0 and cut is not None and anchor is not None:
             node.args = (anchor, node.args[1])
             cut.append(node)
             moved += 1
-        behind[kind] = False
+        room[experts] -= 1
+        reading |= not experts
     return moved
 
 
-def _is_tensor(node: Node) -> bool:
-    return isinstance(node.meta.get("example_value"), torch.Tensor)
+def _is_activation(node: Node) -> bool:
+    value = node.meta.get("example_value")
+    return isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from . import report, roles
+from .graphs import dense_places
 from .host import Arena, HostBuffer
 from .residency import Item, MappedView, audit, come_back, leave
 from .selection import Candidate, Selection
@@ -80,9 +81,17 @@ class Offloader:
         patterns: dotted name segments (`--cpu-offload-params`); empty: experts first, then dense weights.
         memory: see `Memory`.
         log: called with one line of text.
+        cut_at: whether the release cuts its compiled graph at a module (attention and its like).
     """
 
-    def __init__(self, budget: int, patterns: set[str], memory: Memory, log: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        budget: int,
+        patterns: set[str],
+        memory: Memory,
+        log: Callable[[str], None],
+        cut_at: Callable[[nn.Module], bool],
+    ) -> None:
         self.memory = memory
         self.arena = Arena(pin=memory.kind != "pageable")
         self.view = memory.view if memory.kind == "mapped" else None
@@ -91,7 +100,8 @@ class Offloader:
         self.items: dict[tuple[int, str], Item] = {}
         self.staging: Staging | None = None
         self.unclassified: list[str] = []
-        self._layers = 0
+        self._cuts: list[bool] = []  # for each layer, whether the graph is cut in it
+        self._cut_at = cut_at
         self._home: torch.device | None = None  # where weights are built
         self._groups: list[nn.Module] = []  # modules before which a staged group is fetched
         self._next_name: tuple[str, int] | None = None
@@ -134,7 +144,8 @@ class Offloader:
 
     def _survey(self, layer_name: str, module: nn.Module) -> dict[str, tuple[Candidate, Item, nn.Parameter]]:
         """Every parameter of a layer by its canonical name, with whether it may leave and what it is fetched before."""
-        layer, self._layers = self._layers, self._layers + 1
+        layer = len(self._cuts)
+        self._cuts.append(any(self._cut_at(m) for m in module.modules()))
         earlier = {id(item.parameter): item for item in self.items.values() if item.parameter is not None}
         group_of: dict[int, int] = {}
         here: dict[str, tuple[Candidate, Item, nn.Parameter]] = {}
@@ -265,7 +276,11 @@ class Offloader:
                 if i.parameter is not None and i.buffer is not None and i.host is not None
             ]
             self.staging.bind(group, bool(items) and items[0].experts, bound)
-        self.staging.allocate()
+        places = 1
+        if self.memory.kind == "pageable":
+            fetched = {i.layer for i in out if not i.experts}
+            places = dense_places((layer in fetched, cut) for layer, cut in enumerate(self._cuts))
+        self.staging.allocate(places)
         if checked:
             for item in out:
                 assert item.buffer is not None

@@ -82,6 +82,7 @@ class Staging:
         self.poison = poison
         self.bytes = torch.empty(0, dtype=torch.uint8, device=device)
         self.fills = 0
+        self.places = 1
         self.groups: dict[int, tuple[bool, list[Bound]]] = {}
         self._copies: dict[int, list[tuple[torch.Tensor, HostBuffer]]] = {}
 
@@ -102,18 +103,19 @@ class Staging:
         """Say which parameters `group` needs before its module runs, all of them experts' weights or none."""
         self.groups[group] = (experts, bound)
 
-    def allocate(self) -> None:
-        """Make room for the largest group of experts, twice for the largest of dense weights; point parameters there.
+    def allocate(self, places: int) -> None:
+        """Make room for the largest group of experts, `places` times for the largest of dense weights; point there.
 
-        Dense weights of two layers in turn, so that the next layer's may come while this one's are still read
+        Dense weights of layers in turn, so that the next layers' may come while this one's are still read
         (`graphs.join_cuts`).
         """
         global _current
+        self.places = places
         need = {True: 0, False: 0}
         for experts, bound in self.groups.values():
             need[experts] = max(need[experts], sum(_aligned(b.buffer.nbytes) for b in bound))
-        self.bytes = torch.empty(need[True] + 2 * need[False], dtype=torch.uint8, device=self.device)
-        dense = itertools.cycle((need[True], need[True] + need[False]))
+        self.bytes = torch.empty(need[True] + places * need[False], dtype=torch.uint8, device=self.device)
+        dense = itertools.cycle([need[True] + place * need[False] for place in range(places)])
         if self.poison:
             self.bytes.fill_(0xFF)
         self._copies.clear()
@@ -157,9 +159,9 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGN) * _ALIGN
 
 
-def holds_experts(group: int) -> bool:
-    """Whether `group` of the engine's staging buffer is one of experts."""
-    return _current is not None and _current.groups[group][0]
+def current() -> Staging | None:
+    """The engine's staging, None where every weight is read in place."""
+    return _current
 
 
 def to_device(buffer: HostBuffer, host: torch.Tensor, device: torch.device) -> torch.Tensor:
