@@ -17,6 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 COMMITTED = ROOT / "tests" / "models" / "tiny-moe"
 TEXT = (ROOT / "tests" / "models" / "heldout.txt").read_text()
 WINDOW = 256
+# Nats per byte: two starts of V2 gave the same tokens and differed by 8e-9 (seen on an H200, experts quantized).
+CLOSE = 1e-6
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +73,9 @@ def test_trained_model(scheme, v2, checkpoints, figures):
         try:
             found[memory] = measure(run)
             assert measure(run) == found[memory], "void: the same engine gave two answers"
-            if flags:
-                assert run.offloader.moved > 0
+            if memory == "pageable":
+                run.swap_two_experts()
+                assert abs(measure(run)[1] - found[memory][1]) > 100 * CLOSE, "void: two swapped experts do not show"
         finally:
             harness.end(run)
     resident = found.pop("resident")
@@ -81,4 +84,4 @@ def test_trained_model(scheme, v2, checkpoints, figures):
         case = f"tiny-moe {scheme} {'V2' if v2 else 'V1'} runner {memory}"
         figures(f"{case}: tokens equal", int(got[0] == resident[0]), "tokens equal", mode="eager", memory=memory)
         figures(f"{case}: nats per byte", round(got[1], 4), "nats per byte", resident=round(resident[1], 4))
-        assert got == resident
+        assert got[0] == resident[0] and abs(got[1] - resident[1]) < CLOSE
