@@ -279,8 +279,9 @@ class Run:
 
 def on_newer_kernels() -> None:
     """v0.17.1 and v0.18.0 on the kernels of 0.20.2, which want global scales in float32, where they are bf16's."""
-    import vllm
     import vllm._custom_ops as ops
+
+    import vllm
 
     bundled = (Path(vllm.__file__).parent / "_C_stable_libtorch.abi3.so").exists()
     if not (bundled and vllm.__version__.startswith(("0.17.", "0.18."))) or hasattr(ops, "as_released"):
