@@ -26,7 +26,14 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 import torch
 
 EXPERT_SCALE = 3.0
-SWITCHES = ("VLLM_WEIGHT_OFFLOADING_DISABLE_UVA", "VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY")
+PART = 0.2  # GiB that may be page-locked in "part": less than half of the experts of the 8-layer model
+# What each kind of memory is asked for by.
+SWITCHES = {
+    "pinned": ("VLLM_WEIGHT_OFFLOADING_DISABLE_UVA", "1"),
+    "unpinned": ("VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY", "1"),
+    "pageable": ("EXPERT_OFFLOAD_PIN_GIB", "0"),
+    "part": ("EXPERT_OFFLOAD_PIN_GIB", str(PART)),
+}
 
 
 def quantization(scheme: str) -> dict | None:
@@ -300,7 +307,8 @@ def start(model: str, *, mode: str, memory: str = "mapped", v2: bool = False, **
 
     Args:
         mode: "eager", "compiled" (the release's default graphs) or "piecewise" (compiled, no full graphs).
-        memory: "mapped", "pinned" (no UVA), "pageable" (WSL's rules) or "unpinned" (the switch).
+        memory: "mapped", "pinned" (no UVA), "wsl" (its rules, where memory can be page-locked), "pageable" (its rules,
+            where it can't), "part" (as much as `PART` is) or "unpinned" (the switch).
         v2: ask for the V2 model runner.
         kw: more settings of vllm.LLM.
     """
@@ -310,15 +318,13 @@ def start(model: str, *, mode: str, memory: str = "mapped", v2: bool = False, **
 
     from vllm import LLM
 
-    for name in SWITCHES:
+    for kind, (name, value) in sorted(SWITCHES.items(), key=lambda switch: switch[0] == memory):
         os.environ.pop(name, None)
-    if memory == "pinned":
-        os.environ[SWITCHES[0]] = "1"
-    if memory == "unpinned":
-        os.environ[SWITCHES[1]] = "1"
+        if kind == memory:
+            os.environ[name] = value
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(v2))
     getattr(envs, "disable_envs_cache", lambda: None)()
-    pretend(memory == "pageable")
+    pretend(memory in ("pageable", "wsl", "part"))
     on_newer_kernels()
     dummy.initialize_dummy_weights = fill
     dummy.DummyModelLoader.load_weights = lambda self, model, config: fill(model)

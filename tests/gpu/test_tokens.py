@@ -40,7 +40,7 @@ def resident(tmp_path_factory):
 
 def graphs(mode: str, memory: str) -> str:
     """The graphs that a start ends with: copies from pageable memory leave no full ones."""
-    return "piecewise" if mode == "compiled" and memory in ("pageable", "unpinned") else mode
+    return "piecewise" if mode == "compiled" and memory in ("pageable", "unpinned", "part") else mode
 
 
 def check(run, resident, mode, memory, note, case):
@@ -71,12 +71,16 @@ def places(offloader, memory):
     """Bytes lie where the driver says that they should."""
     import harness
 
-    for item in offloader.items.values():
-        if item.out:
-            where = harness.lies(item.parameter.data_ptr())
-            assert where == ("host" if memory == "mapped" else "device"), (item.name, where)
-            source = harness.lies(item.buffer.bytes.data_ptr())
-            assert source == ("unregistered" if memory in ("pageable", "unpinned") else "host")
+    out = [item for item in offloader.items.values() if item.out]
+    for item in out:
+        where = harness.lies(item.parameter.data_ptr())
+        assert where == ("host" if item.mapped else "device"), (item.name, where)
+        source = harness.lies(item.buffer.bytes.data_ptr())
+        assert source == ("host" if item.buffer.pinned else "unregistered")
+    assert {i.mapped for i in out} == {"mapped": {True}, "wsl": {True}, "part": {True, False}}.get(memory, {False})
+    assert {i.buffer.pinned for i in out} == (
+        {True, False} if memory == "part" else {memory in ("mapped", "wsl", "pinned")}
+    )
 
 
 def poison(monkeypatch, mode: str) -> None:
@@ -97,6 +101,18 @@ def test_qwen35(scheme, mode, memory, amount, resident, figures, monkeypatch):
     kw = dict(cpu_offload_gb=AMOUNTS[amount], cpu_offload_params={"experts"})
     run = harness.start(baseline[0], mode=mode, memory=memory, **kw)
     check(run, baseline, mode, memory, figures, f"qwen3.5 8 layers {scheme} {mode} {memory} {amount}")
+
+
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+@pytest.mark.parametrize("memory", ["wsl", "part"])
+def test_what_wsl_page_locks_is_found_out(memory, mode, resident, figures, monkeypatch):
+    """Under WSL's rules memory that can be page-locked is; where a part of it can, each layer is read as it lies."""
+    import harness
+
+    poison(monkeypatch, mode)
+    baseline = resident("w4a16", graphs(mode, memory))
+    run = harness.start(baseline[0], mode=mode, memory=memory, cpu_offload_gb=8.0, cpu_offload_params={"experts"})
+    check(run, baseline, mode, memory, figures, f"qwen3.5 8 layers w4a16 {mode} {memory} all")
 
 
 @pytest.mark.parametrize("mode", ["eager", "compiled"])

@@ -7,6 +7,7 @@ import inspect
 import logging
 import platform
 from collections import namedtuple
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -85,12 +86,21 @@ def test_no_gigabyte_no_offload(patched, backend):
     offloader.finish(torch.device("cpu"))
 
 
-def test_compile_key_knows_the_kind_of_memory(monkeypatch):
-    """Mapped memory needs no copies in the graph, pageable memory does: another graph, another key."""
+def test_compile_key_knows_which_layers_are_copied(monkeypatch):
+    """What is read in place is no part of the graph, a copy is: another graph, another key."""
+    import torch
+
+    from vllm.expert_offload.staging import Staging
+
+    offloader = base.create_offloader(asked())
+    monkeypatch.setattr(base, "_instance", offloader)
     plain = asked().compute_hash()
     assert asked().compute_hash() == plain
-    monkeypatch.setenv("EXPERT_OFFLOAD_CPU", "1")
-    assert asked().compute_hash() != plain
+    offloader.staging = Staging(torch.device("cpu"), poison=False)
+    offloader.staging.bind(1, True, [])
+    one = asked().compute_hash()
+    offloader.staging.bind(3, True, [])
+    assert len({plain, one, asked().compute_hash()}) == 3
 
 
 @pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "FULL", "FULL_DECODE_ONLY", "PIECEWISE"])
@@ -102,6 +112,61 @@ def test_graphs_are_cut_where_memory_is_pageable(patched, mode):
     patched.adapt_graphs(SimpleNamespace(compilation_config=compilation, offload_config=asked()))
     assert compilation.cudagraph_mode == CUDAGraphMode.PIECEWISE
     assert compilation.splitting_ops == ["vllm::unified_attention", "expert_offload::fill"]
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_graphs_are_cut_when_loading_ends_with_pageable_memory(patched, blocking, monkeypatch):
+    """It was to be page-locked, so nothing was cut before; then the driver refused some of it."""
+    import torch
+    from vllm.config import CompilationConfig, CUDAGraphMode, VllmConfig, set_current_vllm_config
+    from vllm.config.compilation import CompilationMode
+
+    config = VllmConfig(compilation_config=CompilationConfig())
+    compilation = config.compilation_config
+    compilation.mode, compilation.splitting_ops = CompilationMode.VLLM_COMPILE, ["vllm::unified_attention"]
+    compilation.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+    offloader = base.create_offloader(asked())
+    monkeypatch.setattr(base, "_instance", offloader)
+    monkeypatch.setattr(offloader, "finish", lambda device: blocking)
+    with set_current_vllm_config(config):
+        patched.finish(torch.device("cpu"))
+    if blocking:
+        assert compilation.cudagraph_mode == CUDAGraphMode.PIECEWISE
+        assert compilation.splitting_ops == ["vllm::unified_attention", "expert_offload::fill"]
+    else:
+        assert compilation.cudagraph_mode == CUDAGraphMode.FULL_AND_PIECEWISE
+        assert compilation.splitting_ops == ["vllm::unified_attention"]
+
+
+def test_too_little_memory_ends_the_start_before_the_model_is_built(patched, monkeypatch):
+    import torch
+    from vllm.config import LoadConfig
+    from vllm.model_executor.model_loader import base_loader
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    from vllm.expert_offload import fit
+
+    monkeypatch.setattr(base, "_instance", base.create_offloader(asked()))
+    built = pytest.raises(RuntimeError, match="built")
+
+    def build(*_, **__):
+        raise RuntimeError("built")
+
+    monkeypatch.setattr(base_loader, "initialize_model", build)
+    monkeypatch.setattr(DefaultModelLoader, "create_model", build, raising=False)
+    config = SimpleNamespace(device_config=SimpleNamespace(device="cpu"), load_config=LoadConfig())
+    model = SimpleNamespace(
+        model=str(Path(__file__).parents[1] / "models" / "tiny-moe"),
+        revision=None,
+        quantization="compressed-tensors",
+        hf_config=SimpleNamespace(quantization_config={}),
+        dtype=torch.float32,
+    )
+    with built:
+        DefaultModelLoader(config.load_config).load_model(config, model)
+    monkeypatch.setattr(fit, "free_memory", lambda: fit.Free(2**20, "a test"))
+    with pytest.raises(fit.TooLittleMemory, match="No weight was read"):
+        DefaultModelLoader(config.load_config).load_model(config, model)
 
 
 def test_graphs_stay_without_offload(patched):
@@ -173,7 +238,12 @@ def test_v2_gives_way_on_wsl(patched, wsl, monkeypatch, caplog):
     platform_utils.is_uva_available.cache_clear()
 
 
-def test_memory_is_pageable_on_wsl(patched, wsl):
-    memory = patched.host_memory()
-    assert memory.kind == "pageable"
-    assert "WSL" in memory.refused
+def test_page_locking_is_tried_on_wsl_up_to_a_limit(patched, wsl, monkeypatch):
+    """v0.18.0 refuses it there by name, later releases want a variable; here neither decides."""
+    assert patched.host_memory().limit == 0, "the CPU backend has nothing to page-lock for"
+    monkeypatch.setattr("vllm.platforms.current_platform.is_cpu", lambda: False)
+    one, two = patched.host_memory(), patched.host_memory(ranks=2)
+    assert "WSL" in one.why and one.limit > 0 and not one.copies
+    assert two.limit == one.limit // 2
+    monkeypatch.setenv("EXPERT_OFFLOAD_PIN_GIB", "0")
+    assert patched.host_memory().copies

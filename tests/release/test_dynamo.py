@@ -98,7 +98,7 @@ def test_ours_is_right(config, resident, monkeypatch, backend, budget):
 
     monkeypatch.setenv("EXPERT_OFFLOAD_CPU", "1")
     lines = []
-    memory = Memory.found(pinnable=False, pin_disabled=False, uva_disabled=False, view=lambda t: t)
+    memory = Memory(0, "this is a test", None, lambda t: t)
     offloader = Offloader(budget, {"experts"}, memory, lines.append, lambda module: False)
     monkeypatch.setattr(base, "_instance", offloader)
     model = moe.build(config)

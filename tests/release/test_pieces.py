@@ -94,7 +94,7 @@ def test_pieces_are_the_resident_models(make, patterns, config, patched, monkeyp
     _, plain = split_graph(graph, [ATTENTION])
 
     monkeypatch.setenv("EXPERT_OFFLOAD_CPU", "1")
-    memory = Memory.found(pinnable=False, pin_disabled=False, uva_disabled=False, view=lambda t: t)
+    memory = Memory(0, "this is a test", None, lambda t: t)
     offloader = Offloader(1 << 30, patterns, memory, lambda line: None, lambda m: isinstance(m, Attention))
     monkeypatch.setattr(base, "_instance", offloader)
     model = moe.build(config, make)

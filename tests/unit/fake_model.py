@@ -193,7 +193,7 @@ def has_attention(module: nn.Module) -> bool:
 
 
 def pageable(budget: int, *patterns: str, said: list | None = None) -> Offloader:
-    memory = Memory("this is a test", None, lambda t: t)
+    memory = Memory(0, "this is a test", None, lambda t: t)
     return Offloader(budget, set(patterns), memory, (said if said is not None else []).append, has_attention)
 
 
@@ -232,7 +232,7 @@ def mapped_start(budget: int, *patterns: str, said: list | None = None, **kw) ->
     made = Offloader(
         budget,
         set(patterns),
-        Memory(None, None, view_elsewhere),
+        Memory(None, None, None, view_elsewhere),
         (said if said is not None else []).append,
         has_attention,
     )

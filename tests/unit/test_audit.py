@@ -18,8 +18,10 @@ from fake_model import (
     INNER,
     NVFP4,
     PLAIN,
+    Layer,
     Model,
     has_attention,
+    kept,
     load,
     pageable,
     parameter,
@@ -97,16 +99,53 @@ def test_a_captured_host_tensor_ends_the_start_and_is_named(hold, method):
     del holder
 
 
-@pytest.mark.parametrize("method", [PLAIN, NVFP4], ids=["same-size", "another-size"])
-def test_a_mapped_view_from_before_processing_ends_the_start(mapped, method):
-    """Its bytes are repacked under it, or belong to nobody: either way its reader is wrong."""
-    made = Offloader(2**30, {"experts"}, Memory(None, None, view_elsewhere), lambda _: None, has_attention)
-    model = Model(made, experts=method)
+class InPlace(Layer):
+    """Its experts take as many bytes processed as before."""
+
+    def __init__(self, name):
+        super().__init__(name)
+        self.experts.process = self.reverse
+
+    def reverse(self):
+        self.experts.w13_weight = parameter(self.experts.w13_weight.data.flip(1))
+
+
+@pytest.mark.parametrize("how", [dict(make=InPlace), dict(experts=NVFP4)], ids=["same-size", "another-size"])
+def test_a_mapped_view_from_before_processing_ends_the_start(mapped, how):
+    """Its bytes would be repacked under it, or belong to nobody: either way its reader is wrong."""
+    made = Offloader(2**30, {"experts"}, Memory(None, None, None, view_elsewhere), lambda _: None, has_attention)
+    model = Model(made, **how)
     kernel = Kernel()
     experts = model.layers[0].experts
     kernel.captured = next(p for n, p in experts.named_parameters() if "w13_weight" in n).data
     with pytest.raises(AuditError, match=r"Kernel\.captured reads host memory that no parameter owns any more"):
         load(model, made)
+
+
+def test_a_mapped_view_of_weights_that_processing_leaves_alone_is_right(mapped):
+    made = Offloader(2**30, {"experts"}, Memory(None, None, None, view_elsewhere), lambda _: None, has_attention)
+    model = Model(made, experts=PLAIN)
+    captured = model.layers[0].experts.w13_weight.data
+    load(model, made)
+    assert captured.data_ptr() == model.layers[0].experts.w13_weight.data_ptr()
+    assert torch.equal(tokens(model), resident())
+
+
+def test_a_weight_that_a_kernel_captured_while_it_was_processed_stays(mapped):
+    made = Offloader(2**30, {"experts"}, Memory(None, None, None, view_elsewhere), lambda _: None, has_attention)
+    kernel = Kernel()
+
+    class Capturing(InPlace):
+        def reverse(self):
+            super().reverse()
+            if "layers.2" in self.experts.name:
+                kernel.captured = self.experts.w13_weight.data
+
+    model = Model(made, make=Capturing)
+    load(model, made)
+    assert kept(made) == {"model.layers.2.experts.w13_weight": "something else holds a view of it"}
+    assert torch.equal(kernel.captured[1], model.layers[2].experts.w13_weight[1])
+    assert torch.equal(tokens(model), resident(make=InPlace))
 
 
 def test_without_the_captured_tensor_the_same_start_succeeds():
@@ -162,7 +201,7 @@ def test_a_parameter_that_someone_moved_away_ends_the_start(monkeypatch):
 def test_a_host_tensor_beside_mapped_memory_ends_the_start(captured):
     """The device reads its own view; whoever was given the host's tensor instead would read what it can't."""
     device = torch.device("meta")  # stands for one: its tensors lie at address 0
-    arena = Arena(pin=False)
+    arena = Arena(0)
     buffer = arena.take(64)
     buffer.mapping.alias = (0, 1)
     host = buffer.tensor_like(torch.empty(16))

@@ -9,14 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 OPS = ["vllm::unified_attention", "vllm::gdn_attention_core"]
-MODES = ["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
-
-
-@pytest.mark.parametrize("piecewise", [True, False])
-@pytest.mark.parametrize("mode", MODES)
-def test_page_locked_memory_changes_nothing(mode, piecewise):
-    plan = plan_graphs(pinned=True, mode=mode, splitting_ops=OPS, piecewise=piecewise)
-    assert plan == (mode, OPS, None)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +27,7 @@ def test_page_locked_memory_changes_nothing(mode, piecewise):
 )
 def test_pageable_memory(mode, piecewise, want, cut, said):
     given = list(OPS)
-    plan = plan_graphs(pinned=False, mode=mode, splitting_ops=given, piecewise=piecewise)
+    plan = plan_graphs(mode=mode, splitting_ops=given, piecewise=piecewise)
     assert plan.mode == want
     assert plan.splitting_ops == ([*OPS, FILL_OP] if cut else OPS)
     assert given == OPS, "the release's own list was changed"
@@ -47,8 +39,8 @@ def test_pageable_memory(mode, piecewise, want, cut, said):
 
 def test_the_op_is_listed_once():
     """Configurations are built more than once in a start."""
-    first = plan_graphs(pinned=False, mode="FULL", splitting_ops=OPS, piecewise=True)
-    again = plan_graphs(pinned=False, mode=first.mode, splitting_ops=first.splitting_ops, piecewise=True)
+    first = plan_graphs(mode="FULL", splitting_ops=OPS, piecewise=True)
+    again = plan_graphs(mode=first.mode, splitting_ops=first.splitting_ops, piecewise=True)
     assert again.splitting_ops == first.splitting_ops and again.splitting_ops.count(FILL_OP) == 1
 
 

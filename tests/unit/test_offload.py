@@ -309,7 +309,7 @@ def test_mapped_memory_is_read_in_place(mapped, method):
 
 
 def test_a_parameter_that_two_layers_share_moves_once_where_memory_is_mapped(mapped):
-    made = Offloader(2**30, set(), Memory(None, None, view_elsewhere), lambda _: None, has_attention)
+    made = Offloader(2**30, set(), Memory(None, None, None, view_elsewhere), lambda _: None, has_attention)
     model = shares_across_layers(made)
     load(model, made)
     assert not kept(made) and made.moved == EVERYTHING * 2 // 3 - QKV

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch._inductor.compile_fx
 from expert_offload import Memory, Offloader, cache_factor, offloader, report
-from expert_offload.offloader import CPU_SWITCH, POISON_SWITCH, NothingMoved
+from expert_offload.offloader import CPU_SWITCH, PIN_SWITCH, POISON_SWITCH, NothingMoved
 from expert_offload.selection import PatternError
 from fake_model import (
     ALL_EXPERTS,
@@ -39,48 +39,84 @@ pytestmark = pytest.mark.usefixtures("few_objects", "switched_on")
 # -- what a user reads -----------------------------------------------------------------------------------------------
 
 
+FOUND = dict(cpu=False, wsl=False, pin_disabled=False, uva_disabled=False, ranks=1, view=view_elsewhere)
+
+
 @pytest.mark.parametrize(
-    "pinnable, pin_disabled, uva_disabled, kind, refused, unmapped",
+    "told, switch, limit, why",
     [
-        (True, False, False, "mapped", None, None),
-        (True, False, True, "pinned", None, "VLLM_WEIGHT_OFFLOADING_DISABLE_UVA is set"),
-        (True, True, False, "pageable", "VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY is set", None),
-        (True, True, True, "pageable", "VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY is set", "VLLM_WEIGHT_"),
-        (False, False, False, "pageable", "this platform does not page-lock memory", None),
-        (False, False, True, "pageable", "this platform does not page-lock memory", "VLLM_WEIGHT_"),
-        (False, True, False, "pageable", "VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY is set", None),
+        ({}, None, None, None),
+        (dict(cpu=True), None, 0, "this is the CPU backend"),
+        (dict(pin_disabled=True), None, 0, "VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY is set"),
+        (dict(pin_disabled=True, wsl=True), "4", 0, "VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY is set"),
+        ({}, "0", 0, PIN_SWITCH),
+        ({}, "4", 4 * 2**30, PIN_SWITCH),
+        (dict(ranks=2), "4", 2 * 2**30, PIN_SWITCH),
+        (dict(wsl=True, ranks=2), "4", 2 * 2**30, PIN_SWITCH),
     ],
 )
-def test_memory(pinnable, pin_disabled, uva_disabled, kind, refused, unmapped, mapped):
-    memory = Memory.found(pinnable=pinnable, pin_disabled=pin_disabled, uva_disabled=uva_disabled, view=view_elsewhere)
-    assert memory.kind == kind and memory.view is view_elsewhere
-    assert (memory.refused or "").startswith(refused or "") and bool(memory.refused) is bool(refused)
-    assert (memory.unmapped or "").startswith(unmapped or "") and bool(memory.unmapped) is bool(unmapped)
-    made = Offloader(1, set(), memory, print, has_attention)
-    assert made.arena.pin is (kind != "pageable") and made.arena.take(10).pinned is (kind != "pageable")
-    assert (made.view is None) is (kind != "mapped")
+def test_what_may_be_page_locked(told, switch, limit, why, monkeypatch):
+    monkeypatch.delenv(PIN_SWITCH, raising=False)
+    if switch is not None:
+        monkeypatch.setenv(PIN_SWITCH, switch)
+    memory = Memory.found(**{**FOUND, **told})
+    assert memory.limit == limit and memory.copies is (limit == 0) and memory.view is view_elsewhere
+    assert (memory.why is None) if why is None else why in memory.why
+    assert memory.unmapped is None
+
+
+def test_wsl_page_locks_a_part_of_the_machines_memory(monkeypatch):
+    monkeypatch.delenv(PIN_SWITCH, raising=False)
+    monkeypatch.setattr(offloader, "memory_total", lambda: 100 * 2**30)
+    memory = Memory.found(**{**FOUND, "wsl": True})
+    assert memory.limit == 40 * 2**30 and "WSL" in memory.why and not memory.copies
+
+
+def test_memory_that_may_not_be_read_in_place():
+    memory = Memory.found(**{**FOUND, "uva_disabled": True})
+    assert memory.unmapped == "VLLM_WEIGHT_OFFLOADING_DISABLE_UVA is set"
+    assert Offloader(1, set(), memory, print, has_attention).view is None
+    assert Offloader(1, set(), Memory.found(**FOUND), print, has_attention).view is view_elsewhere
 
 
 def test_pinned_memory_that_may_not_be_mapped_is_staged(mapped):
     said = []
-    memory = Memory.found(pinnable=True, pin_disabled=False, uva_disabled=True, view=view_elsewhere)
+    memory = Memory(None, None, "VLLM_WEIGHT_OFFLOADING_DISABLE_UVA is set", view_elsewhere)
     made = Offloader(2**30, set(), memory, said.append, has_attention)
     model = Model(made)
     load(model, made)
-    assert "in stream order, into a staging buffer" in said[1]
+    assert "in stream order, into a staging buffer" in said[1] and not made.blocking
     assert said[1].endswith("because VLLM_WEIGHT_OFFLOADING_DISABLE_UVA is set")
     assert torch.equal(tokens(model), resident())
 
 
-def test_the_compile_cache_key_tells_every_decision_apart(monkeypatch):
-    kinds = [Memory(None, None, view_elsewhere), Memory(None, "x", view_elsewhere), Memory("x", None, view_elsewhere)]
-    keys = {cache_factor(m) for m in kinds}
-    monkeypatch.delenv(CPU_SWITCH)
-    keys |= {cache_factor(m) for m in kinds}
+def test_what_may_not_be_page_locked_is_copied_and_the_rest_is_read_in_place(mapped):
+    """The experts of the first two layers, and then the limit is reached."""
+    said = []
+    memory = Memory(2 * (W13 + W2), "a limit for this test", None, view_elsewhere)
+    made = Offloader(2**30, {"experts"}, memory, said.append, has_attention)
+    model = Model(made)
+    load(model, made)
+    out = [i for i in made.items.values() if i.out]
+    assert [i.mapped for i in sorted(out, key=lambda i: i.layer)] == [True, True, True, True, False, False]
+    assert made.blocking and list(made.staging.groups) == [out[-1].group]
+    assert made.moved == ALL_EXPERTS and made.arena.locked >= 2 * (W13 + W2)
+    assert f"kernels read {report.gib(2 * (W13 + W2))} of host memory in place" in said[1]
+    assert f"each layer of the other {report.gib(W13 + W2)} is copied before it runs, blocking" in said[2]
+    assert "a limit for this test" in said[2]
+    assert torch.equal(tokens(model), resident())
+
+
+def test_the_compile_cache_key_tells_every_decision_apart(monkeypatch, mapped):
+    keys = [cache_factor(None)]
+    limits = [(None, None), (2 * (W13 + W2), None), (0, None), (None, "not in place")]
+    for limit, unmapped in limits:
+        made = Offloader(2**30, {"experts"}, Memory(limit, "x", unmapped, view_elsewhere), print, has_attention)
+        load(Model(made), made)
+        keys.append(cache_factor(made))
+    assert keys[0] == keys[1], "all is read in place: the resident model's graph"
     monkeypatch.setenv(POISON_SWITCH, "1")
-    keys |= {cache_factor(m) for m in kinds}
-    assert len(keys) == 9
-    assert cache_factor(Memory("another reason", "x", view_elsewhere)) == cache_factor(kinds[2])
+    assert len({*keys[1:], cache_factor(None)}) == 5
 
 
 def test_the_report():
@@ -171,7 +207,7 @@ def test_a_drafter_is_not_asked_for_the_patterns_again(monkeypatch):
     asked = []
     monkeypatch.setattr(offloader, "_over_ranks", lambda counts, device: (asked.append(counts), counts)[1])
     model, made = started(2**30, "layers.1")
-    assert asked == [{"layers.1": 4}, {"moved": EVERYTHING // 3}]
+    assert asked == [{"layers.1": 4}, {"moved": EVERYTHING // 3}, {"blocking": 1}]
     draft = Model(made, layers=1, prefix="draft")
     made.built(torch.device("cpu"))
     load(draft, made)
@@ -204,7 +240,6 @@ def test_nothing_moved_on_the_cpu_backend(monkeypatch):
 def test_nothing_moved_in_a_model_without_matrices():
     made = pageable(2**30)
     made.wrap_modules([nn.Module(), nn.LayerNorm(4)])
-    made.memory = Memory(None, None, view_elsewhere)
     text = report.nothing_moved([], torch.device("cuda"), CPU_SWITCH)
     assert "the model has no decoder layer with a weight that may leave" in text
     with pytest.raises(NothingMoved):

@@ -6,6 +6,7 @@ import gc
 import pytest
 import torch
 import torch._inductor.compile_fx
+from expert_offload.residency import DamagedError
 from fake_model import (
     ALL_EXPERTS,
     CPU,
@@ -226,6 +227,17 @@ def test_a_weight_without_elements_stays():
     model, made = started(2**30, make=Empty)
     assert not any("empty" in name for name in out_names(made))
     assert torch.equal(tokens(model), resident())
+
+
+def test_a_scale_that_is_not_a_number_ends_the_start():
+    made = pageable(2**30, "experts")
+    model = Model(made, experts=NVFP4)
+    model.layers[1].experts.w2_weight_scale[2, 3] = float("nan")
+    with pytest.raises(DamagedError) as error:
+        load(model, made)
+    text = str(error.value)
+    assert "1 of 64 values of the scale model.layers.1.experts.w2_weight_scale are NaN, the first at (2, 3, 0)" in text
+    assert "Download it again" in text
 
 
 # -- what stays ------------------------------------------------------------------------------------------------------

@@ -32,16 +32,15 @@ class GraphPlan(NamedTuple):
     line: str | None
 
 
-def plan_graphs(*, pinned: bool, mode: str, splitting_ops: list[str], piecewise: bool) -> GraphPlan:
-    """The graphs that a start with offloaded weights may capture.
+def plan_graphs(*, mode: str, splitting_ops: list[str], piecewise: bool) -> GraphPlan:
+    """The graphs that a start may capture whose offloaded weights are not all in page-locked memory.
 
     Args:
-        pinned: whether their host memory will be page-locked; if so copies can be captured and nothing changes.
         mode: name of the CUDAGraphMode that the release resolved (NONE, PIECEWISE, FULL, FULL_DECODE_ONLY, ...).
         splitting_ops: ops at which the release cuts the graph.
         piecewise: whether the release compiles in pieces at `splitting_ops`.
     """
-    if pinned or mode == "NONE":
+    if mode == "NONE":
         return GraphPlan(mode, splitting_ops, None)
     why = "offloaded weights lie in pageable memory, and copies from it cannot be captured"
     if not piecewise:

@@ -18,15 +18,17 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from . import report, roles
+from . import fit, report, roles
 from .graphs import dense_places
-from .host import Arena, HostBuffer
-from .residency import Item, MappedView, audit, come_back, leave
+from .host import PIN_SWITCH, Arena, HostBuffer, memory_total, pin_limit
+from .repack import Repack, settle
+from .residency import Item, MappedView, audit, check_scales, come_back, leave
 from .selection import Candidate, Selection
 from .staging import Bound, Staging
 
@@ -37,36 +39,43 @@ POISON_SWITCH = "EXPERT_OFFLOAD_POISON"
 
 
 class Memory(NamedTuple):
-    """What the release knows about the host's memory.
+    """What may be done with the host's memory; what can be is found out as buffers are made.
 
-    `refused`: why it can't be page-locked, in words, or None when it can. `unmapped`: why it can't be read in place,
-    or None. `view`: the release's function from a page-locked CPU tensor to the device's view of it.
+    `limit`: bytes that this rank may page-lock, None without a limit; `why`: what sets it, in words. `unmapped`: why
+    the device may not read page-locked memory in place, or None. `view`: the release's function from a page-locked CPU
+    tensor to the device's view of it.
     """
 
-    refused: str | None
+    limit: int | None
+    why: str | None
     unmapped: str | None
     view: MappedView
 
     @classmethod
-    def found(cls, *, pinnable: bool, pin_disabled: bool, uva_disabled: bool, view: MappedView) -> Memory:
-        """From what the release's platform and its two variables say."""
-        refused = None
-        if pin_disabled:
-            refused = "VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY is set"
-        elif not pinnable:
-            refused = "this platform does not page-lock memory (WSL, or a CPU)"
-        unmapped = "VLLM_WEIGHT_OFFLOADING_DISABLE_UVA is set" if uva_disabled else None
-        return cls(refused, unmapped, view)
+    def found(
+        cls, *, cpu: bool, wsl: bool, pin_disabled: bool, uva_disabled: bool, ranks: int, view: MappedView
+    ) -> Memory:
+        """From what the release says: its platform, its two variables, and how many ranks share this host."""
+        limit: int | None = 0
+        why: str | None = "this is the CPU backend"
+        if pin_disabled and not cpu:
+            why = "VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY is set"
+        elif not cpu:
+            asked, switch = os.environ.get(PIN_SWITCH), os.environ.get("VLLM_WSL2_ENABLE_PIN_MEMORY")
+            limit, why = pin_limit(asked=asked, wsl=wsl, wsl_switch=switch, total=memory_total(), ranks=ranks)
+        return cls(limit, why, "VLLM_WEIGHT_OFFLOADING_DISABLE_UVA is set" if uva_disabled else None, view)
 
     @property
-    def kind(self) -> str:
-        """What a compiled graph depends on: "mapped" memory needs no copies, "pinned" and "pageable" do."""
-        return "pageable" if self.refused else "pinned" if self.unmapped else "mapped"
+    def copies(self) -> bool:
+        """Whether it is certain beforehand that every weight is copied from memory that is not page-locked."""
+        return self.limit == 0
 
 
-def cache_factor(memory: Memory) -> str:
+def cache_factor(offloader: Offloader | None) -> str:
     """What must enter the key of the release's compile cache, since it decides which ops a graph holds."""
-    return f"{memory.kind} cpu={os.environ.get(CPU_SWITCH, '')} poison={os.environ.get(POISON_SWITCH, '')}"
+    staged = sorted(offloader.staging.groups) if offloader is not None and offloader.staging is not None else []
+    blocking = offloader is not None and offloader.blocking
+    return f"staged={staged} blocking={blocking} poison={os.environ.get(POISON_SWITCH, '')}"
 
 
 class NothingMoved(RuntimeError):
@@ -93,8 +102,9 @@ class Offloader:
         cut_at: Callable[[nn.Module], bool],
     ) -> None:
         self.memory = memory
-        self.arena = Arena(pin=memory.kind != "pageable")
-        self.view = memory.view if memory.kind == "mapped" else None
+        self.arena = Arena(memory.limit, memory.why, fit.make_room)
+        self.view = None if memory.unmapped else memory.view
+        self.whole: dict[str, int] = {}  # why layers were processed whole -> how many were
         self.log = log
         self.selection = Selection(budget, patterns)
         self.items: dict[tuple[int, str], Item] = {}
@@ -106,6 +116,35 @@ class Offloader:
         self._groups: list[nn.Module] = []  # modules before which a staged group is fetched
         self._next_name: tuple[str, int] | None = None
         self._summed = False
+
+    # -- before anything is built ------------------------------------------------------------------------------------
+
+    def check_room(self, folder: str, ranks: int, hosts: int, device: torch.device) -> None:
+        """Refuse a start whose weights do not fit into this host's memory, before any is read or memory is taken.
+
+        Args:
+            folder: of the checkpoint's files.
+            ranks: on this host.
+            hosts: that the model is spread over.
+            device: of this rank, to speak to the others.
+
+        Raises TooLittleMemory or CheckpointError; on every rank when one must.
+        """
+        if not self.selection.budget or self._cuts:  # a drafter's model: the target's stands already
+            return
+        fault: Exception | None = None
+        try:
+            entries = fit.tensors(Path(folder))
+            if leaving := fit.leaving(entries, set(self.selection.patterns)):
+                experts, dense = (nbytes // hosts for nbytes in leaving)
+                largest = fit.largest_parameter(entries) // (ranks * hosts)
+                plan = fit.Plan(self.selection.budget, ranks, experts, dense, largest, dense == 0)
+                fit.check(plan, fit.free_memory())
+        except (fit.TooLittleMemory, fit.CheckpointError) as why:
+            fault = why
+        # All have looked before any goes on and takes memory.
+        if _over_ranks({"faults": int(fault is not None)}, device)["faults"]:
+            raise fault or fit.TooLittleMemory("another rank of this start has refused it, and says why")
 
     # -- construction ------------------------------------------------------------------------------------------------
 
@@ -174,7 +213,7 @@ class Offloader:
 
     def _share(self, item: Item) -> None:
         """Another layer has the parameter of `item` too, and a staged group is fetched for one layer alone."""
-        if self.view is not None:
+        if item.mapped:
             return
         parameter = item.parameter
         if item.out:
@@ -207,44 +246,79 @@ class Offloader:
         for item in self.items.values():
             if not item.final and (id(item.owner) in below or id(item.parameter) in below):
                 owned.setdefault(id(item.owner), (item.owner, []))[1].append(item)
-                if item.out:
-                    come_back(item, device)
-                item.parameter = None
-        yield
+        # A layer's experts are processed in place where the release's way with them allows it.
+        apart = [(o, i) for o, i in owned.values() if roles.processed_apart(o) and Repack.fits(o, i)]
+        repack = Repack(*apart[0], device) if len(apart) == 1 else None
         for owner, items in owned.values():
-            self._settle(owner, items)
+            if repack is None or owner is not repack.owner:
+                for item in items:
+                    if item.out:
+                        come_back(item, device)
+                    item.parameter = None
+        with repack.writing() if repack is not None else contextlib.nullcontext():
+            yield
+        for owner, items in owned.values():
+            self._settle(owner, items, repack if repack is not None and owner is repack.owner else None)
 
-    def _settle(self, owner: nn.Module, items: list[Item]) -> None:
+    def _settle(self, owner: nn.Module, items: list[Item], repack: Repack | None) -> None:
         """Move down whatever the owner's parameters have become, into the same buffers where the sizes are equal."""
+        targets = self._targets(owner, items)
+        done: list[str] = []
+        if repack is not None:
+            repack.give_up_if_held()
+            if repack.gave_up:
+                self.whole[repack.gave_up] = self.whole.get(repack.gave_up, 0) + 1
+            else:
+                done = [leaf for leaf in repack.outputs() if leaf in targets]
+            repack.make_real([leaf for leaf in repack.outputs() if leaf not in done])
+        spares = {id(item): item.buffer for item in items}
+        if repack is not None and not repack.gave_up:
+            settle(repack, {leaf: targets.pop(leaf) for leaf in done}, self.arena, self.view)
+        else:
+            for item in items:
+                item.parameter = item.buffer = item.host = None
+        for leaf, item in targets.items():
+            parameter = owner._parameters[leaf]
+            assert parameter is not None
+            self._down(item, parameter, spares.pop(id(item), None))
+        for item in items:
+            if not item.out and item.kept is None:
+                item.kept = "processing left no weight of that name"
+        layer = items[0].name.rpartition(".")[0]
+        check_scales(layer, owner, [leaf for leaf in owner._parameters if roles.is_scale(owner, leaf)])
+
+    def _targets(self, owner: nn.Module, items: list[Item]) -> dict[str, Item]:
+        """The item that each weight of a processed owner becomes, by attribute; new ones where a name came twice."""
         experts = roles.method_of(owner) is not None
         wanted = {roles.canonical(item.name.split(".")[-1], experts): item for item in items}
-        spares = {name: item.buffer for name, item in wanted.items()}
-        for item in items:
-            item.parameter = item.buffer = item.host = None
-            item.kept = "processing left no weight of that name"
+        found: dict[str, Item] = {}
         placed: set[int] = set()
         for leaf, parameter in owner._parameters.items():
-            name = roles.canonical(leaf, experts)
-            if name not in wanted or parameter is None or id(parameter) in placed:
+            item = wanted.get(roles.canonical(leaf, experts))
+            if item is None or parameter is None or id(parameter) in placed:
                 continue
             if parameter.numel() == 0 or parameter.device.type == "meta":
                 continue
             if not roles.may_leave(owner, leaf, parameter.dim()):
                 continue
             placed.add(id(parameter))
-            item = wanted[name]
-            if item.out:  # two tensors under one canonical name, such as a checkpoint's and a kernel's
+            if item in found.values():  # two tensors under one canonical name, such as a checkpoint's and a kernel's
                 item = Item(f"{item.name}#{leaf}", owner, item.layer, item.group, item.experts)
                 self.items[id(owner), item.name] = item
-            self._down(item, parameter, spares.pop(name, None))
+            found[leaf] = item
+        return found
 
-    def finish(self, device: torch.device) -> None:
-        """Weights are processed: lay out staging, audit, report. A drafter's model comes through here as well."""
+    def finish(self, device: torch.device) -> bool:
+        """Weights are processed: lay out staging, audit, report. A drafter's model comes through here as well.
+
+        Returns whether copies block on any rank, so that graphs must be cut at them.
+        """
         if not self.selection.budget:
-            return
+            return False
         out = [item for item in self.items.values() if item.out]
-        if self.view is None and (out or self.staging):
-            self._stage(out, device)
+        staged = [item for item in out if not item.mapped]
+        if staged or self.staging is not None:
+            self._stage(staged, device)
         owners = {id(i.owner): (i.name, i.owner) for i in out if i.experts}
         names = [(".".join(name.split(".")[:-1]), owner) for name, owner in owners.values()]
         audit(out, names, device, self.arena, self.staging.holds if self.staging else None)
@@ -254,11 +328,17 @@ class Offloader:
                 raise NothingMoved(report.nothing_moved(list(self.items.values()), device, CPU_SWITCH))
         for line in report.lines(self):
             self.log(line)
+        return bool(_over_ranks({"blocking": int(self.blocking)}, device)["blocking"])
 
     @property
     def moved(self) -> int:
         """Bytes that lie in host memory instead of on the GPU, on this rank."""
         return sum(item.buffer.nbytes for item in self.items.values() if item.buffer is not None)
+
+    @property
+    def blocking(self) -> bool:
+        """Whether a copy to the device blocks the host, because a weight lies in memory that is not page-locked."""
+        return any(not i.mapped and i.buffer is not None and not i.buffer.pinned for i in self.items.values())
 
     def _stage(self, out: list[Item], device: torch.device) -> None:
         checked = device.type == "cpu"
@@ -277,7 +357,7 @@ class Offloader:
             ]
             self.staging.bind(group, bool(items) and items[0].experts, bound)
         places = 1
-        if self.memory.kind == "pageable":
+        if self.blocking:
             fetched = {i.layer for i in out if not i.experts}
             places = dense_places((layer in fetched, cut) for layer, cut in enumerate(self._cuts))
         self.staging.allocate(places)

@@ -38,20 +38,25 @@ def lines(offloader: Offloader) -> list[str]:
         f"{gib(total)} moved to host memory, {asked} asked for ({len(out)} tensors of {layers} layers): routed experts "
         f"{gib(size[True])}, dense weights {gib(size[False])}; host memory held {gib(total)}, page-locked {gib(pinned)}"
     ]
-    if offloader.view is not None:
-        found.append("kernels read host memory in place (mapped, zero copy)")
-    elif offloader.staging is not None:
+    mapped = sum(i.buffer.nbytes for i in out if i.buffer and i.mapped)
+    if mapped:
+        how = "" if mapped == total else f" {gib(mapped)} of"
+        found.append(f"kernels read{how} host memory in place (mapped, zero copy)")
+    if offloader.staging is not None and mapped < total:
         staging = offloader.staging.bytes.numel()
-        how = "in stream order" if offloader.arena.pin else "blocking"
-        why = offloader.memory.refused or offloader.memory.unmapped
+        which = "each layer" if not mapped else f"each layer of the other {gib(total - mapped)}"
+        how = "blocking" if offloader.blocking else "in stream order"
+        why = (offloader.blocking and (offloader.arena.refused or offloader.memory.why)) or offloader.memory.unmapped
         found.append(
-            f"each layer is copied before it runs, {how}, into a staging buffer of {gib(staging)} on the device, "
+            f"{which} is copied before it runs, {how}, into a staging buffer of {gib(staging)} on the device, "
             f"so {gib(max(0, total - staging))} are free for other use; because {why}"
         )
         if total <= staging:
             found.append(
                 "WARNING: one layer is offloaded and staging takes as much: raise --cpu-offload-gb, nothing is gained"
             )
+    for why, layers in offloader.whole.items():
+        found.append(f"experts of {layers} layers were processed a whole layer at a time, not in place: {why}")
     kept = [i for i in items if i.kept]
     for reason in sorted({i.kept or "" for i in kept}):
         group = [i for i in kept if i.kept == reason]

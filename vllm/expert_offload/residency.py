@@ -18,6 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from .deferred import Deferred
 from .host import Arena, HostBuffer, flat_bytes, like
 from .staging import to_device, to_host
 
@@ -27,6 +28,10 @@ _SHOWN = 20  # faults that an AuditError lists; to find out who holds a tensor t
 
 class AuditError(RuntimeError):
     """Something lies where its reader can't read it."""
+
+
+class DamagedError(ValueError):
+    """A scale of the checkpoint's experts is not a number."""
 
 
 @dataclass(eq=False, repr=False)  # to print a tensor is to read it, and sealed memory ends the process that does
@@ -52,6 +57,11 @@ class Item:
         """Whether its bytes lie in host memory now."""
         return self.buffer is not None
 
+    @property
+    def mapped(self) -> bool:
+        """Whether kernels read its bytes where they lie."""
+        return self.buffer is not None and self.buffer.mapping.alias != (0, 0)
+
 
 def leave(
     item: Item, parameter: nn.Parameter, arena: Arena, view: MappedView | None, spare: HostBuffer | None = None
@@ -61,7 +71,8 @@ def leave(
     Args:
         item: gets the buffer, and a CPU tensor on it.
         arena: where the buffer comes from.
-        view: makes the device's view of a page-locked 1-D uint8 CPU tensor; None leaves `.data` on the host.
+        view: makes the device's view of a page-locked 1-D uint8 CPU tensor; None leaves `.data` on the host, as does
+            a buffer that is not page-locked.
         spare: a buffer to use again when it has the right size.
     """
     old = parameter.data
@@ -70,9 +81,10 @@ def leave(
     to_host(buffer, old)
     host = buffer.tensor_like(old)
     dying = StorageWeakRef(old.untyped_storage())
-    parameter.data = host if view is None else like(buffer.mapped(view(buffer.bytes)), host)
+    mapped = view is not None and buffer.pinned
+    parameter.data = like(buffer.mapped(view(buffer.bytes)), host) if mapped and view else host
     del old
-    if _held(dying):
+    if held(dying):
         storage = torch.UntypedStorage._new_with_weak_ptr(dying.cdata)
         if storage is not None:
             parameter.data = torch.empty(0, dtype=host.dtype, device=device).set_(storage, offset, shape, stride)
@@ -89,19 +101,38 @@ def come_back(item: Item, device: torch.device) -> None:
     Unless something else holds a mapped view of the buffer: other bytes may not be written under that.
     """
     assert item.parameter is not None and item.buffer is not None and item.host is not None
-    mapped = item.buffer.mapping.alias != (0, 0)
+    mapped = item.mapped
     dying = StorageWeakRef(item.parameter.untyped_storage())
     item.parameter.data = to_device(item.buffer, item.host, device)
     item.parameter = None  # processing may replace it, and nothing of ours should keep the old one alive
-    if mapped and _held(dying):
+    if mapped and held(dying):
         item.buffer = item.host = None
 
 
-def _held(dying: StorageWeakRef) -> bool:
+def held(dying: StorageWeakRef) -> bool:
     """Whether anything holds the storage still; a cycle that nobody reaches does not."""
     if not dying.expired():
         gc.collect()
     return not dying.expired()
+
+
+def check_scales(name: str, owner: nn.Module, scales: Iterable[str]) -> None:
+    """Raise DamagedError when a processed scale among the parameters `scales` of the expert layer `name` holds NaN.
+
+    A checkpoint of another format, or one that was cut short, shows here first; its experts would answer in NaN.
+    """
+    for leaf in scales:
+        scale = owner._parameters[leaf]
+        if scale is None or not scale.is_floating_point() or scale.device.type == "meta":
+            continue
+        wrong = scale.float().isnan()
+        if wrong.any():
+            first = tuple(int(i) for i in wrong.nonzero()[0])
+            raise DamagedError(
+                f"expert offload: {int(wrong.sum())} of {scale.numel()} values of the scale {name}.{leaf} are NaN, the "
+                f"first at {first}: the checkpoint is damaged, or not of the quantization that its config names. "
+                "Download it again, or serve it without --cpu-offload-gb to see what the release makes of it"
+            )
 
 
 def audit(
@@ -113,9 +144,10 @@ def audit(
 ) -> None:
     """Check every tensor that Python can reach against where it should lie; raise AuditError with names.
 
-    - An offloaded parameter lies in the staging buffer, or at the device's address of its own host buffer.
+    - An offloaded parameter lies at the device's address of its own host buffer, or in the staging buffer.
     - No tensor anywhere in the process is a host-side view of a buffer except the offloader's own, and none lies in a
       buffer that belongs to no item (a kernel that captured weights before they were processed again).
+    - No `Deferred` is left: it stood for weights while they were processed, and has no bytes.
     - Everything else that an expert layer registers (scales, indices, biases) lies on `device`.
 
     Args:
@@ -123,16 +155,18 @@ def audit(
         owners: the expert layers, by name.
         device: where kernels run.
         arena: whose buffers to look for.
-        in_staging: whether a tensor lies in the staging buffer; None when memory is mapped.
+        in_staging: whether a tensor lies in the staging buffer; None when there is none.
     """
     items = [i for i in items if i.out]
     faults: list[str] = []
     ours = {id(t) for i in items for t in (i.host, i.parameter) if t is not None}
     ours |= {id(i.buffer.bytes) for i in items if i.buffer is not None}
     current = {id(i.buffer.mapping) for i in items if i.buffer is not None}
+    mapped = {id(i.buffer.mapping) for i in items if i.buffer is not None and i.mapped}
     for item in items:
         assert item.parameter is not None and item.buffer is not None
-        placed = in_staging(item.parameter) if in_staging else item.buffer.mapping.holds(item.parameter.data_ptr())
+        lies_in = item.buffer.mapping.holds(item.parameter.data_ptr()) if item.mapped else False
+        placed = lies_in or (not item.mapped and in_staging is not None and in_staging(item.parameter))
         if not placed or item.parameter.device.type != device.type:
             faults.append(f"{item.name} was offloaded, but lies on {item.parameter.device} at another address")
     gc.collect()
@@ -144,16 +178,21 @@ def audit(
             continue
         if isinstance(tensor, FakeTensor):
             continue
+        if isinstance(tensor, Deferred):
+            if tensor.tape.why is not None:  # it stands for a real tensor on the device
+                continue
+            faults.append(f"{_holder(tensor, skip)} stands for weights that were processed since, and has no bytes")
+            continue
         try:
             mapping = arena.holding(tensor)
         except RuntimeError:  # a functional tensor of a compiler has no address
             continue
         if mapping is None:
             continue
-        host_side = tensor.device.type == "cpu" and in_staging is None and device.type != "cpu"
+        host_side = tensor.device.type == "cpu" and device.type != "cpu"
         if id(mapping) not in current:
             wrong = "reads host memory that no parameter owns any more"
-        elif host_side or in_staging is not None:
+        elif host_side or id(mapping) not in mapped:
             wrong = "is a host tensor that a kernel cannot read"
         else:
             continue

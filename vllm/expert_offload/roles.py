@@ -149,6 +149,24 @@ METHODS: dict[str, Method] = {
     "XpuMxfp4MoEMethod": _method("weight weight_scale bias", "load"),
 }
 
+# Methods whose weights are processed by torch operations and Marlin's repack alone, which `deferred` can write down.
+# The others are processed a whole layer at a time.
+_PROCESSED_APART = {
+    "AWQMarlinMoEMethod",
+    "AutoAWQMoEMethod",
+    "AutoGPTQMoEMethod",
+    "CompressedTensorsW4A4Mxfp4MoEMethod",
+    "CompressedTensorsW4A4Nvfp4MoEMethod",
+    "CompressedTensorsWNA16MarlinMoEMethod",
+    "CompressedTensorsWNA16MoEMethod",
+    "GPTQMarlinMoEMethod",
+    "GptOssMxfp4MoEMethod",
+    "INCMxfp4MoEMethod",
+    "ModelOptNvFp4FusedMoE",
+    "Mxfp4MoEMethod",
+    "UnquantizedFusedMoEMethod",
+}
+
 _PROJECTION = re.compile(r"(w13|w2)_(\w+)")
 # Names of a dense layer's own matrix. Its scales and biases stay, as those of experts do.
 _DENSE_WEIGHTS = ("weight", "weight_packed", "qweight")
@@ -161,6 +179,17 @@ def method_of(module: object) -> str | None:
         if cls.__name__ in METHODS:
             return cls.__name__
     return None
+
+
+def processed_apart(module: object) -> bool:
+    """Whether post-load processing of the expert layer `module` may be done to a few experts at a time."""
+    return method_of(module) in _PROCESSED_APART
+
+
+def is_scale(module: object, leaf: str) -> bool:
+    """Whether `leaf` is a scale of the weights of the expert layer `module`."""
+    method = method_of(module)
+    return method is not None and role_of(method, leaf) in (Role.BLOCK_SCALE, Role.GLOBAL_SCALE)
 
 
 def role_of(method: str, leaf: str) -> Role | None:
