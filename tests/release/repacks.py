@@ -166,7 +166,8 @@ MARLIN = {
 
 def in_chunks(case: Case, device: str, limit: int) -> list[torch.Tensor]:
     """What `case` makes of its weights, these in host memory, processed at most `limit` bytes of them at a time."""
-    from vllm.expert_offload.deferred import Deferred, Tape, chunks
+    from vllm.expert_offload.deferred import Deferred, Tape
+    from vllm.expert_offload.repack import chunks
 
     tape = Tape(EXPERTS, torch.device(device))
     most = 0
@@ -186,11 +187,8 @@ def in_chunks(case: Case, device: str, limit: int) -> list[torch.Tensor]:
     out = []
     for made in found:
         if isinstance(made, Deferred):
-            steps, _ = tape.related(made)
-            row = made.nbytes // EXPERTS
-            parts = [
-                tape.play(first, last, steps, {made.number})[made.number] for first, last in chunks(EXPERTS, row, limit)
-            ]
+            program, row = tape.program(made), made.nbytes // EXPERTS
+            parts = [tape.play(a, b, program)[made.number] for a, b in chunks(EXPERTS, row, limit)]
             assert len(parts) > 1
             made = torch.cat(parts)
         out.append(made)

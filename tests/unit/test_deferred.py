@@ -6,10 +6,10 @@ import gc
 import pytest
 import torch
 from expert_offload import repack as repack_module
-from expert_offload.deferred import Deferred, Tape, chunks
+from expert_offload.deferred import Deferred, Tape
 from expert_offload.host import Arena
 from expert_offload.offloader import Memory, Offloader
-from expert_offload.repack import RepackError, chunk_bytes
+from expert_offload.repack import RepackError, chunk_bytes, chunks
 from fake_model import CPU, EXPERTS, Layer, Model, has_attention, load, pageable, parameter, resident, tokens
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -33,8 +33,8 @@ def played(tape: Tape, out: list[torch.Tensor], rows: int) -> list[torch.Tensor]
     def whole(made: torch.Tensor) -> torch.Tensor:
         if not isinstance(made, Deferred) or tape.why is not None:
             return tape.whole(made) if isinstance(made, Deferred) else made
-        steps, _ = tape.related(made)
-        parts = [tape.play(a, b, steps, {made.number})[made.number] for a, b in chunks(COUNT, 1, rows)]
+        program = tape.program(made)
+        parts = [tape.play(a, b, program)[made.number] for a, b in chunks(COUNT, 1, rows)]
         return torch.cat(parts)
 
     return [whole(made) for made in out]

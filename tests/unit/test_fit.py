@@ -557,6 +557,9 @@ def test_where_workers_alone_take_too_much():
     assert text.endswith("  2. --tensor-parallel-size 2, not 4: each GPU holds more"), (
         "3 would fit, and divides nothing"
     )
+    plan = fit.plan(GIB // 4, 4, experts=40 * GIB, dense=0, largest=GIB // 2)
+    text = refusal(plan, Free(8 * GIB, "x"))
+    assert text.endswith("  2. --tensor-parallel-size 1, not 4: each GPU holds more"), "parameters' shares grow as well"
     assert "  2." not in refusal(plan, Free(4 * GIB, "x")), "one worker is too much: no settings are made up"
 
 
@@ -701,10 +704,14 @@ def test_what_patterns_leave(patterns, want):
 
 
 def test_room_for_one_buffer(monkeypatch):
-    monkeypatch.setattr(fit, "free_memory", lambda: Free(GIB, "MemAvailable of this host", (HOST,)))
+    monkeypatch.setattr(fit, "free_memory", lambda: Free(GIB, HOST.name, (HOST._replace(size=GIB, used=0),)))
     fit.make_room(GIB - fit.RESERVE_BYTES)
     with pytest.raises(TooLittleMemory) as error:
         fit.make_room(GIB - fit.RESERVE_BYTES + 1)
     text = str(error.value)
     assert "768.00 MiB is needed" in text or "0.75 GiB is needed" in text
     assert "1.00 GiB are free by MemAvailable of this host" in text and "Lower --cpu-offload-gb, or free or add" in text
+    narrow = Limit("MemAvailable of this host", "host", 64 * GIB, 60 * GIB)
+    monkeypatch.setattr(fit, "free_memory", lambda: Free(4 * GIB, narrow.name, (DOCKER, narrow)))
+    with pytest.raises(TooLittleMemory, match=r"or free or add 1 GiB of memory$"):
+        fit.make_room(4 * GIB)

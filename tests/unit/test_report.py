@@ -207,11 +207,11 @@ def test_a_drafter_is_not_asked_for_the_patterns_again(monkeypatch):
     asked = []
     monkeypatch.setattr(offloader, "_over_ranks", lambda counts, device: (asked.append(counts), counts)[1])
     model, made = started(2**30, "layers.1")
-    assert asked == [{"layers.1": 4}, {"moved": EVERYTHING // 3}, {"blocking": 1}]
+    assert asked == [{"layers.1": 4}, {"moved": EVERYTHING // 3, "blocking": 1}]
     draft = Model(made, layers=1, prefix="draft")
     made.built(torch.device("cpu"))
     load(draft, made)
-    assert asked[3:] == [{"blocking": 1}], "once more whether copies block, and nothing else"
+    assert len(asked) == 2
     assert torch.equal(tokens(model), resident())
 
 

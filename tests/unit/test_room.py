@@ -78,9 +78,10 @@ def test_another_format_is_no_reason_to_refuse(tmp_path, free):
 def test_a_drafters_checkpoint_is_not_counted_again(tmp_path, free):
     free(100)
     made = pageable(2**20, "experts")
-    Model(made)
+    folder = checkpoint(tmp_path, 24)
+    made.check_room(folder, 1, 1, CPU)
     free(0)
-    made.check_room(checkpoint(tmp_path, 24), 1, 1, CPU)
+    made.check_room(folder, 1, 1, CPU)
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2])

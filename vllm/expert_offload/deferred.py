@@ -16,56 +16,39 @@ the tape gives up: it is played for all experts at once, and from there on the r
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 
 from .apart import EMPTY, SHAPED, keeps_apart
+from .tape import Program, Read, Ref, Step, leaves, play, program_for
 
 aten = torch.ops.aten
-Read = Callable[[int, int], torch.Tensor]
+Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, type
 
 
 class Together(Exception):
     """The experts can't be kept apart in an operation; the text says which."""
 
 
-class Ref(NamedTuple):
-    """Stands on the tape for a value of an earlier step."""
-
-    number: int
-
-
-class Step(NamedTuple):
-    """One operation: for all experts (`expert` None) or one of them. `special` says how its arguments are played."""
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    made: tuple[int, ...]
-    expert: int | None
-    special: str
-
-
 class Deferred(torch.Tensor):
-    """A tensor of all experts, or of one, whose bytes are not there: a number on a tape, and a meta tensor."""
+    """A tensor of all experts (`expert` None), or of one, whose bytes are not there: a number on a tape."""
 
     tape: Tape
     number: int
     expert: int | None
-    shadow: torch.Tensor
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, tape: Tape, number: int, expert: int | None, shadow: torch.Tensor) -> Deferred:
+    def __new__(cls, tape: Tape, number: int, expert: int | None, form: Form) -> Deferred:
+        shape, stride, dtype = form
         made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, shadow.shape, strides=shadow.stride(), dtype=shadow.dtype, device=tape.device
+            cls, shape, strides=stride, dtype=dtype, device=tape.device
         )
-        made.tape, made.number, made.expert, made.shadow = tape, number, expert, shadow
+        made.tape, made.number, made.expert = tape, number, expert
         torch._C._set_throw_on_mutable_data_ptr(made)  # native code that goes past the dispatcher: an error, no crash
         tape.made.append(weakref.ref(made))
         return made
@@ -75,8 +58,8 @@ class Deferred(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        first = next(t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Deferred))
-        return first.tape.note(function, args, kwargs or {})
+        kwargs = kwargs or {}
+        return _found(args, kwargs)[0].tape.note(function, args, kwargs)
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return f"Deferred({tuple(self.shape)}, {self.dtype}, expert={self.expert})"
@@ -114,7 +97,7 @@ class Deferred(torch.Tensor):
     def data(self, value: torch.Tensor) -> None:
         value = value if isinstance(value, Deferred) else self.tape.given(value)
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # shape and strides
-        self.number, self.expert, self.shadow = value.number, value.expert, value.shadow
+        self.number, self.expert = value.number, value.expert
 
 
 class Tape:
@@ -127,7 +110,9 @@ class Tape:
 
     def __init__(self, experts: int, device: torch.device) -> None:
         self.experts = experts
-        self.device = device
+        # Tensors name the card they are on, and are compared with these.
+        index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
+        self.device = torch.device(device.type, index) if index is not None else device
         self.steps: list[Step] = []
         self.sources: dict[int, Read] = {}
         self.made: list[weakref.ref[Deferred]] = []  # no set: to compare tensors is an operation
@@ -135,6 +120,8 @@ class Tape:
         self._values: dict[int, torch.Tensor] | None = None
         self._count = 0
         self._least = 0
+        self._forms: dict[Any, tuple[bool, list[Form | int]]] = {}
+        self._leader: dict[int, int] = {}  # of values that have to do with each other; union-find
 
     def alive(self) -> list[Deferred]:
         """Every Deferred of this tape that somebody holds."""
@@ -143,22 +130,22 @@ class Tape:
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
-    def source(self, shadow: torch.Tensor, read: Read) -> Deferred:
+    def source(self, like: torch.Tensor, read: Read) -> Deferred:
         """A tensor of all experts that lies elsewhere: `read(a, b)` gives a new copy of experts a to b on the device.
 
-        `shadow` has its shape, strides and type; its device does not matter.
+        `like` has its shape, strides and type; its device does not matter.
         """
-        assert shadow.size(0) == self.experts
-        made = self._new(_meta(shadow), None)
+        assert like.size(0) == self.experts
+        made = self._new(_form(like), None)
         self.sources[made.number] = read
-        self._least = min(self._least or shadow.nbytes, shadow.nbytes)
+        self._least = min(self._least or like.nbytes, like.nbytes)
         return made
 
     def given(self, real: torch.Tensor) -> Deferred:
         """A real tensor as a value of the tape."""
         if real.dim() == 0 or real.size(0) != self.experts:
             self.give_up(f"a tensor of shape {tuple(real.shape)} took the place of all experts")
-        made = self._new(_meta(real), None)
+        made = self._new(_form(real), None)
         if self._values is not None:
             self._values[made.number] = real
         else:
@@ -188,43 +175,66 @@ class Tape:
                 self.give_up(str(why).splitlines()[0])
         values = self._values
         assert values is not None
-        out = function(*_map(lambda d: values[d.number], args), **_map(lambda d: values[d.number], kwargs))
+        real_args, real_kwargs = _changed(lambda d: values[d.number], args, kwargs)
+        out = function(*real_args, **real_kwargs)
         if function is not aten.detach.default:
             return out
-        made = self._new(_meta(out), args[0].expert)  # nn.Parameter asks for its own kind back
+        made = self._new(_form(out), args[0].expert)  # nn.Parameter asks for its own kind back
         values[made.number] = out
         return made
 
     def _write(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        expert, special = self._kind(function, args, kwargs)
-        held = {id(d.shadow): d for d in _found((args, kwargs))}
-        on_meta = {**_shadows(kwargs), **({"device": "meta"} if "device" in kwargs else {})}
-        if kwargs.get("pin_memory"):
-            raise Together(f"{function} makes page-locked memory")
-        out = function(*_shadows(args), **on_meta)
-        leaves = tree_flatten(out)[0]
-        if not leaves or not all(isinstance(t, torch.Tensor) for t in leaves):
-            raise Together(f"{function} gives something that is no tensor")
-        if expert is None and any(t.dim() == 0 or t.size(0) != self.experts for t in leaves):
-            raise Together(f"{function} puts experts together")
+        deferred = _found(args, kwargs)
+        expert, special = self._kind(function, args, kwargs, deferred)
+        single, forms = self._makes(function, args, kwargs, special)
+        outs = []
+        for form in forms:
+            if isinstance(form, int):  # an operation in place gives back what it was given
+                outs.append(deferred[form])
+                continue
+            if expert is None and (not form[0] or form[0][0] != self.experts):
+                raise Together(f"{function} puts experts together")
+            outs.append(self._new(form, expert))
         if special == "shaped":
             where = SHAPED.get(function, 0)
-            args = (*args[:where], list(leaves[0].shape), *args[where + 1 :])
-        made: list[int] = []
+            args = (*args[:where], list(outs[0].shape), *args[where + 1 :])
+        made = tuple(d.number for d in outs)
+        refs, named = _changed(lambda d: Ref(d.number), args, kwargs)
+        self.steps.append(Step(function, refs, named, made, expert, special))
+        for number in (*made, *(d.number for d in deferred)):
+            self._leader[self._lead(number)] = self._lead(made[0])
+        return outs[0] if single else outs
 
-        def value(shadow: torch.Tensor) -> Deferred:
-            old = held.get(id(shadow))  # an operation in place gives back what it was given
-            new = old if old is not None else self._new(shadow, expert)
-            made.append(new.number)
-            return new
+    def _makes(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], special: str
+    ) -> tuple[bool, list[Form | int]]:
+        """(does it give one tensor?, the form of each, or which Deferred of its arguments it gives back)."""
+        if special == "selected":
+            shape, stride, dtype = _form(args[0])
+            return True, [(shape[1:], stride[1:], dtype)]
+        # For each expert comes the same operation on the same shapes.
+        given = [(*_form(x), type(x)) if isinstance(x, torch.Tensor) else x for x in leaves(args, kwargs)]
+        key = (function, *given)
+        if key not in self._forms:
+            if kwargs.get("pin_memory"):
+                raise Together(f"{function} makes page-locked memory")
+            metas = {id(d): _meta(d) for d in _found(args, kwargs)}
+            on_meta, named = _changed(lambda d: metas[id(d)], args, kwargs, others=_meta)
+            out = function(*on_meta, **{**named, **({"device": "meta"} if "device" in kwargs else {})})
+            single = isinstance(out, torch.Tensor)
+            inputs = [metas[id(d)] for d in _found(args, kwargs)]
+            if any(_form(d) != _form(metas[id(d)]) for d in _found(args, kwargs)):
+                raise Together(f"{function} changes a shape in place")
+            outs = [out] if single else list(out or ())
+            if not outs or not all(isinstance(t, torch.Tensor) for t in outs):
+                raise Together(f"{function} gives something that is no tensor")
+            self._forms[key] = single, [next((i for i, m in enumerate(inputs) if m is t), _form(t)) for t in outs]
+        return self._forms[key]
 
-        result = tree_map(value, out)
-        self.steps.append(Step(function, _refs(args), _refs(kwargs), tuple(made), expert, special))
-        return result
-
-    def _kind(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, str]:
+    def _kind(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], deferred: list[Deferred]
+    ) -> tuple[int | None, str]:
         """(the expert, or None for all; how it is played); raises Together when experts can't be kept apart."""
-        deferred = _found((args, kwargs))
         scopes = [d.expert for d in deferred]
         if scopes and len(set(scopes)) == 1 and scopes[0] is not None:
             return scopes[0], ""
@@ -236,8 +246,7 @@ class Tape:
             raise Together(f"{function} mixes experts")
         if function is aten.select.int and _dimension(args, 1, args[0]) == 0:
             return int(args[2]) % self.experts, "selected"
-        leaves = tree_flatten((args, kwargs))[0]
-        others = [t for t in leaves if isinstance(t, torch.Tensor) and not isinstance(t, Deferred)]
+        others = [t for t in leaves(args, kwargs) if isinstance(t, torch.Tensor) and not isinstance(t, Deferred)]
         if any(t.numel() > 1 for t in others) and function is not aten.index_select.default:
             raise Together(f"{function} takes a tensor beside the experts'")
         if function in SHAPED or function in EMPTY:
@@ -246,17 +255,23 @@ class Tape:
             return None, ""
         raise Together(f"{function} is not known to keep experts apart")
 
-    def _new(self, shadow: torch.Tensor, expert: int | None) -> Deferred:
+    def _new(self, form: Form, expert: int | None) -> Deferred:
         self._count += 1
-        return Deferred(self, self._count, expert, shadow)
+        return Deferred(self, self._count, expert, form)
 
-    # -- playing -----------------------------------------------------------------------------------------------------
+    def _lead(self, number: int) -> int:
+        while (leader := self._leader.get(number, number)) != number:
+            self._leader[number] = self._leader.get(leader, leader)
+            number = leader
+        return number
+
+    # -- and playing -------------------------------------------------------------------------------------------------
 
     def give_up(self, why: str) -> dict[int, torch.Tensor]:
         """Play everything for all experts at once; from now on every Deferred stands for a real tensor."""
         if self._values is None:
             self.why = why
-            self._values = self.play(0, self.experts, self.steps, {d.number for d in self.alive()})
+            self._values = self.play(0, self.experts, program_for(self.steps, {d.number for d in self.alive()}))
             self.steps.clear()
             self.sources.clear()
         return self._values
@@ -265,8 +280,7 @@ class Tape:
         """The real tensor of all experts that `deferred` stands for."""
         if self._values is not None:
             return self._values[deferred.number]
-        steps, _ = self.related(deferred)
-        return self.play(0, self.experts, steps, {deferred.number})[deferred.number]
+        return self.play(0, self.experts, self.program(deferred))[deferred.number]
 
     def forget(self) -> None:
         """Where the tape has given up, hold only the real tensors that somebody can still ask for."""
@@ -275,52 +289,17 @@ class Tape:
 
     def related(self, output: Deferred) -> tuple[list[Step], set[int]]:
         """(the steps that `output` has to do with, in order; the sources that they read)."""
-        known: set[int] = {output.number}
-        steps: list[Step] = []
-        while True:
-            found = [s for s in self.steps if known & {*s.made, *_numbers(s)}]
-            known |= {n for s in found for n in (*s.made, *_numbers(s))}
-            if len(found) == len(steps):
-                return found, known & set(self.sources)
-            steps = found
+        leader = self._lead(output.number)
+        steps = [step for step in self.steps if self._lead(step.made[0]) == leader]
+        return steps, {number for number in self.sources if self._lead(number) == leader}
 
-    def play(self, first: int, last: int, steps: list[Step], wanted: set[int]) -> dict[int, torch.Tensor]:
-        """The values numbered `wanted` for experts `first` to `last` (exclusive)."""
-        values = _Values(self.sources, first, last)
-        left = [*_last_uses(steps, wanted)]
-        for step, over in zip(steps, left):
-            if step.expert is None or first <= step.expert < last:
-                self._do(step, values, first, last)
-            for number in over:
-                values.pop(number, None)
-        return {number: values[number] for number in wanted if number in values or number in self.sources}
+    def program(self, output: Deferred) -> Program:
+        """What is to be played for `output`."""
+        return program_for(self.related(output)[0], {output.number})
 
-    def _do(self, step: Step, values: _Values, first: int, last: int) -> None:
-        args, kwargs = step.args, step.kwargs
-        if step.special == "selected":
-            assert step.expert is not None
-            args = (args[0], 0, step.expert - first)
-        elif step.special == "joined":
-            args = (list(args[0][first:last]), *args[1:])
-        elif step.special == "shaped":
-            where = SHAPED.get(step.function, 0)  # type: ignore[arg-type]
-            args = (*args[:where], [last - first, *args[where][1:]], *args[where + 1 :])
-        out = step.function(*values.of(args), **values.of(kwargs))
-        values.update(zip(step.made, tree_flatten(out)[0]))
-
-
-class _Values(dict[int, torch.Tensor]):
-    """Values by number while a tape is played; a source is read when it is first asked for."""
-
-    def __init__(self, sources: dict[int, Read], first: int, last: int) -> None:
-        self.sources, self.first, self.last = sources, first, last
-
-    def __missing__(self, number: int) -> torch.Tensor:
-        self[number] = value = self.sources[number](self.first, self.last)
-        return value
-
-    def of(self, tree: Any) -> Any:
-        return tree_map(lambda x: self[x.number] if isinstance(x, Ref) else x, tree, is_leaf=_is_ref)
+    def play(self, first: int, last: int, program: Program) -> dict[int, torch.Tensor]:
+        """The values that `program` is for, of experts `first` to `last` (exclusive), by number."""
+        return play(first, last, program, self.sources)
 
 
 class _Writing(TorchDispatchMode):
@@ -330,41 +309,36 @@ class _Writing(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _found((args, kwargs)) or self.tape.makes_room(function, args, kwargs):
+        if _found(args, kwargs) or self.tape.makes_room(function, args, kwargs):
             return self.tape.note(function, args, kwargs)
         return function(*args, **kwargs)
 
 
-def chunks(experts: int, row: int, limit: int) -> Iterator[tuple[int, int]]:
-    """Ranges of experts of at most `limit` bytes each, `row` bytes an expert, at least one."""
-    step = max(1, limit // max(1, row))
-    for first in range(0, experts, step):
-        yield first, min(experts, first + step)
+def _found(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Deferred]:
+    return [x for x in leaves(args, kwargs) if isinstance(x, Deferred)]
 
 
-def _is_ref(x: object) -> bool:
-    return isinstance(x, Ref)
+def _changed(
+    change: Callable[[Deferred], Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    others: Callable[[torch.Tensor], Any] = lambda tensor: tensor,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with every Deferred changed, and every other tensor by `others`."""
 
-
-def _found(tree: Any) -> list[Deferred]:
-    return [t for t in tree_flatten(tree)[0] if isinstance(t, Deferred)]
-
-
-def _map(change: Callable[[Deferred], Any], tree: Any) -> Any:
-    return tree_map(lambda x: change(x) if isinstance(x, Deferred) else x, tree)
-
-
-def _refs(tree: Any) -> Any:
-    return _map(lambda d: Ref(d.number), tree)
-
-
-def _shadows(tree: Any) -> Any:
-    def shadow(x: Any) -> Any:
+    def one(x: Any) -> Any:
         if isinstance(x, Deferred):
-            return x.shadow
-        return _meta(x) if isinstance(x, torch.Tensor) else x
+            return change(x)
+        return others(x) if isinstance(x, torch.Tensor) else x
 
-    return tree_map(shadow, tree)
+    def many(x: Any) -> Any:
+        return [one(y) for y in x] if isinstance(x, (list, tuple)) else one(x)
+
+    return tuple(many(x) for x in args), {name: many(x) for name, x in kwargs.items()}
+
+
+def _form(like: torch.Tensor) -> Form:
+    return tuple(like.shape), like.stride(), like.dtype
 
 
 def _meta(like: torch.Tensor) -> torch.Tensor:
@@ -374,17 +348,3 @@ def _meta(like: torch.Tensor) -> torch.Tensor:
 def _dimension(args: tuple[Any, ...], where: int, of: torch.Tensor) -> int:
     """The dimension that argument `where` names, counted from the front; 0 when it is left out."""
     return args[where] % max(1, of.dim()) if len(args) > where else 0
-
-
-def _numbers(step: Step) -> list[int]:
-    return [x.number for x in tree_flatten((step.args, step.kwargs), is_leaf=_is_ref)[0] if isinstance(x, Ref)]
-
-
-def _last_uses(steps: list[Step], wanted: set[int]) -> list[set[int]]:
-    """For each step, the values that no later step needs."""
-    needed, over = set(wanted), []
-    for step in reversed(steps):
-        here = {*step.made, *_numbers(step)}
-        over.append(here - needed)
-        needed |= here
-    return over[::-1]

@@ -301,7 +301,8 @@ def make_room(nbytes: int) -> None:
     """
     free = free_memory()
     if nbytes + RESERVE_BYTES > free.nbytes:
-        ways = "; ".join(limit.raised(nbytes + RESERVE_BYTES)[0] for limit in free.limits[:1])
+        need = nbytes + RESERVE_BYTES
+        ways = ", and ".join(limit.raised(need)[0] for limit in free.limits if limit.size - limit.used < need)
         raise TooLittleMemory(
             f"a host buffer of {_gib(nbytes)} is needed for offloaded weights, and {_gib(free.nbytes)} are free by "
             f"{free.source}, of which {_gib(RESERVE_BYTES)} are left alone. Lower --cpu-offload-gb, or {ways}"

@@ -115,7 +115,7 @@ class Offloader:
         self._home: torch.device | None = None  # where weights are built
         self._groups: list[nn.Module] = []  # modules before which a staged group is fetched
         self._next_name: tuple[str, int] | None = None
-        self._summed = False
+        self._summed = self._has_room = False
 
     # -- before anything is built ------------------------------------------------------------------------------------
 
@@ -130,8 +130,9 @@ class Offloader:
 
         Raises TooLittleMemory or CheckpointError; on every rank when one must.
         """
-        if not self.selection.budget or self._cuts:  # a drafter's model: the target's stands already
+        if not self.selection.budget or self._has_room:  # a drafter's model: the target's was counted
             return
+        self._has_room = True
         fault: Exception | None = None
         try:
             entries = fit.tensors(Path(folder))
@@ -311,7 +312,7 @@ class Offloader:
     def finish(self, device: torch.device) -> bool:
         """Weights are processed: lay out staging, audit, report. A drafter's model comes through here as well.
 
-        Returns whether copies block on any rank, so that graphs must be cut at them.
+        Returns whether copies block, on any rank when the first model comes, so that graphs must be cut at them.
         """
         if not self.selection.budget:
             return False
@@ -322,13 +323,16 @@ class Offloader:
         owners = {id(i.owner): (i.name, i.owner) for i in out if i.experts}
         names = [(".".join(name.split(".")[:-1]), owner) for name, owner in owners.values()]
         audit(out, names, device, self.arena, self.staging.holds if self.staging else None)
-        if not self._summed:
+        blocking = int(self.blocking)
+        if not self._summed:  # once: not every rank has a drafter, and the others would not answer
             self._summed = True
-            if _over_ranks({"moved": self.moved}, device)["moved"] == 0:
+            sums = _over_ranks({"moved": self.moved, "blocking": blocking}, device)
+            if sums["moved"] == 0:
                 raise NothingMoved(report.nothing_moved(list(self.items.values()), device, CPU_SWITCH))
+            blocking = sums["blocking"]
         for line in report.lines(self):
             self.log(line)
-        return bool(_over_ranks({"blocking": int(self.blocking)}, device)["blocking"])
+        return bool(blocking)
 
     @property
     def moved(self) -> int:

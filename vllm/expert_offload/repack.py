@@ -9,20 +9,21 @@ bytes as the unprocessed; else into a new buffer, and the old one is returned to
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .deferred import Deferred, Read, Tape, chunks
+from .deferred import Deferred, Tape
 from .host import Arena, HostBuffer, like
 from .residency import Item, MappedView, held
+from .tape import Read
 
 # What a chunk takes at most, in bytes of weights; a conversion holds a few times that while it runs.
 CHUNK = 64 * 2**20
-_OURS = {"tape", "number", "expert", "shadow", "_is_param"}
+_OURS = {"tape", "number", "expert", "_is_param"}
 
 
 class RepackError(RuntimeError):
@@ -128,15 +129,15 @@ class Repack:
         Returns the buffer and a CPU tensor on it. Raises RepackError when a chunk can't be processed.
         """
         deferred = self.outputs()[leaf]
-        shadow, experts = deferred.shadow, self.tape.experts
-        steps, sources = self.tape.related(deferred)
-        extent = sum((n - 1) * s for n, s in zip(shadow.shape, shadow.stride())) + 1
-        buffer = arena.take(extent * shadow.element_size(), spare)
-        row = max([extent * shadow.element_size() // experts, *(self._row(n) for n in sources)])
-        host = buffer.tensor_like(shadow)
+        experts, (_, sources) = self.tape.experts, self.tape.related(deferred)
+        program = self.tape.program(deferred)
+        extent = sum((n - 1) * s for n, s in zip(deferred.shape, deferred.stride())) + 1
+        buffer = arena.take(extent * deferred.element_size(), spare)
+        row = max([extent * deferred.element_size() // experts, *(self._row(n) for n in sources)])
+        host = buffer.tensor_like(deferred)
         for first, last in chunks(experts, row, chunk_bytes(self.device)):
             try:
-                made = self.tape.play(first, last, steps, {deferred.number}).pop(deferred.number)
+                made = self.tape.play(first, last, program).pop(deferred.number)
                 with buffer.opened():
                     host[first:last].copy_(made)
             except (RuntimeError, MemoryError) as why:
@@ -168,6 +169,13 @@ class Repack:
     def drop_originals(self) -> None:
         """Hold the parameters no longer for which Deferred ones stood in."""
         self._originals.clear()
+
+
+def chunks(experts: int, row: int, limit: int) -> Iterator[tuple[int, int]]:
+    """Ranges of experts of at most `limit` bytes each, `row` bytes an expert, at least one."""
+    step = max(1, limit // max(1, row))
+    for first in range(0, experts, step):
+        yield first, min(experts, first + step)
 
 
 def settle(repack: Repack, targets: dict[str, Item], arena: Arena, view: MappedView | None) -> None:
