@@ -147,7 +147,6 @@ def test_too_little_memory_ends_the_start_before_the_model_is_built(patched, mon
     from vllm.expert_offload import fit
 
     monkeypatch.setattr(base, "_instance", base.create_offloader(asked()))
-    built = pytest.raises(RuntimeError, match="built")
 
     def build(*_, **__):
         raise RuntimeError("built")
@@ -162,8 +161,9 @@ def test_too_little_memory_ends_the_start_before_the_model_is_built(patched, mon
         hf_config=SimpleNamespace(quantization_config={}),
         dtype=torch.float32,
     )
-    with built:
+    with pytest.raises(RuntimeError, match="built"):
         DefaultModelLoader(config.load_config).load_model(config, model)
+    monkeypatch.setattr(base, "_instance", base.create_offloader(asked()))
     monkeypatch.setattr(fit, "free_memory", lambda: fit.Free(2**20, "a test"))
     with pytest.raises(fit.TooLittleMemory, match="No weight was read"):
         DefaultModelLoader(config.load_config).load_model(config, model)
