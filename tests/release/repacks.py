@@ -149,6 +149,7 @@ def reordered(device: str) -> Case:
 
 
 def swapped(device: str) -> Case:
+    import vllm.model_executor.layers.fused_moe  # noqa: F401  v0.18.0 imports these in a circle, and only so round
     from vllm.model_executor.layers.quantization.utils.flashinfer_utils import swap_w13_to_w31
 
     return Case(fp4_weights(device), lambda w13, w2: [swap_w13_to_w31(w13), w2])

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experts of a mixture-of-experts model in host memory: the part that a patched vLLM release calls.
 
-Read in this order: `roles` (what may leave the GPU), `selection` (what does), `host` (where it goes), `residency` (how
-it moves, and the audit), `staging` (how kernels find it where memory is not mapped), `offloader` (the whole, in the
-order of a start), `graphs` (CUDA graphs beside blocking copies), `report`.
+Read in this order: `roles` (what may leave the GPU), `selection` (what does), `fit` (whether it fits), `host` (where it
+goes; `cuda` is the driver below it), `residency` (how it moves, and the audit), `deferred`, `tape` and `apart` (a layer's
+processing, written down), `repack` (and played in place), `staging` (how kernels find weights where memory is not
+mapped), `offloader` (the whole, in the order of a start), `graphs` (CUDA graphs beside blocking copies), `report`.
 """
 
 from .graphs import GraphPlan, join_cuts, plan_graphs

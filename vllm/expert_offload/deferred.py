@@ -36,6 +36,8 @@ class Together(Exception):
 class Deferred(torch.Tensor):
     """A tensor of all experts (`expert` None), or of one, whose bytes are not there: a number on a tape."""
 
+    # Slots: a release carries what hangs in `__dict__` from the tensor that it replaces to the new one.
+    __slots__ = ("expert", "number", "tape")
     tape: Tape
     number: int
     expert: int | None

@@ -23,7 +23,6 @@ from .tape import Read
 
 # What a chunk takes at most, in bytes of weights; a conversion holds a few times that while it runs.
 CHUNK = 64 * 2**20
-_OURS = {"tape", "number", "expert", "_is_param"}
 
 
 class RepackError(RuntimeError):
@@ -224,7 +223,7 @@ def settle(repack: Repack, targets: dict[str, Item], arena: Arena, view: MappedV
 
 def _parameter(data: torch.Tensor, like: Deferred) -> nn.Parameter:
     made = nn.Parameter(data, requires_grad=False)
-    made.__dict__.update({name: value for name, value in like.__dict__.items() if name not in _OURS})
+    made.__dict__.update({name: value for name, value in like.__dict__.items() if name != "_is_param"})
     return made
 
 
