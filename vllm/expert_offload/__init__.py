@@ -2,9 +2,9 @@
 """Experts of a mixture-of-experts model in host memory: the part that a patched vLLM release calls.
 
 Read in this order: `roles` (what may leave the GPU), `selection` (what does), `fit` (whether it fits), `host` (where it
-goes; `cuda` is the driver below it), `residency` (how it moves, and the audit), `deferred`, `tape` and `apart` (a layer's
-processing, written down), `repack` (and played in place), `staging` (how kernels find weights where memory is not
-mapped), `offloader` (the whole, in the order of a start), `graphs` (CUDA graphs beside blocking copies), `report`.
+goes; `cuda` is the driver below it), `residency` (how it moves, and the audit), `deferred`, `tape` and `apart` (how a
+layer's processing is written down), `repack` (and played in place), `staging` (how kernels find weights where memory is
+not mapped), `offloader` (the whole, in the order of a start), `graphs` (CUDA graphs beside blocking copies), `report`.
 """
 
 from .graphs import GraphPlan, join_cuts, plan_graphs
