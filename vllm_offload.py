@@ -72,7 +72,8 @@ def pin_for(version: str) -> Pin:
     for tag, entry in entries.items():
         if entry["version"] == version:
             series = read_series(PATCHES / tag)
-            modules = [(f"{MODULES}/{p.name}", p.read_bytes()) for p in sorted((HERE / MODULES).glob("*.py"))]
+            files = sorted((HERE / MODULES).rglob("*.py"))
+            modules = [(p.relative_to(HERE).as_posix(), p.read_bytes()) for p in files]
             digest = sha256(b"".join(name.encode() + b"\0" + data + b"\0" for name, data in series + modules))
             return Pin(tag, entry, series, modules, digest[:12])
     last = list(entries.values())[-1]["version"]

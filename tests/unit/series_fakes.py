@@ -86,7 +86,13 @@ SECOND = {
     "vllm/new/deep/added.py": b"added = True\n",  # in folders that the release does not have
 }
 SERIES = [("Change the config", FIRST), ("Change the rest", SECOND)]
-MODULES = {"__init__.py": b'"""Ours."""\n', "host.py": b"memory = 'host'\n" * 40, "twin.py": b"memory = 'host'\n" * 40}
+MODULES = {
+    "__init__.py": b'"""Ours."""\n',
+    "host.py": b"memory = 'host'\n" * 40,
+    "twin.py": b"memory = 'host'\n" * 40,
+    "doctor/__init__.py": b'"""Below."""\n',
+    "doctor/checks.py": b"checks = ()\n",
+}
 
 
 @dataclass
@@ -103,9 +109,10 @@ class Project:
     def __init__(self, root: Path, server: "Server") -> None:
         self.root, self.here, self.server = root, root / "project", server
         self.patches = self.here / "patches"
-        (self.here / "vllm" / "expert_offload").mkdir(parents=True)
         for name, data in MODULES.items():
-            (self.here / "vllm" / "expert_offload" / name).write_bytes(data)
+            file = self.here / "vllm" / "expert_offload" / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(data)
         self.patches.mkdir()
         (self.patches / "releases.toml").touch()
 

@@ -52,7 +52,7 @@ def test_apply_and_revert(project: Project, tree: Path) -> None:
     original = snapshot(tree)
     assert project.run("status", tree).text.startswith("clean: v1.2.3")
     checked = project.run("check", tree)
-    assert (checked.code, checked.text[:52]) == (0, "v1.2.3: 2 patches apply exactly, 9 files compile; se")
+    assert (checked.code, checked.text[:52]) == (0, "v1.2.3: 2 patches apply exactly, 11 files compile; se")
     assert snapshot(tree) == original
 
     applied = project.run("apply", tree)
@@ -256,7 +256,7 @@ def test_another_release_over(project: Project, tree: Path) -> None:
         assert result.code == 1 and "patched as v1.2.3, then vllm 2.0.0 laid over it: revert, then apply" in result.text
     assert project.run("revert", tree).code == 0
     assert snapshot(tree) == clean
-    assert "1 files changed, 4 added" in project.run("apply", tree).text
+    assert "1 files changed, 6 added" in project.run("apply", tree).text
 
 
 @pytest.mark.parametrize("what", ["module", "patch"])
