@@ -3,11 +3,14 @@
 PYTHON ?= python3
 SHELL_FILES = $(shell git ls-files '*.sh' .ci/run)
 
+# NAME: before the tag, with a registry or without; ARGS: more for docker buildx build.
+IMAGE_ARGS = $(if $(NAME),--name $(NAME)) $(if $(ARGS),-- $(ARGS))
+
 .DEFAULT_GOAL := help
-.PHONY: help fetch check demo test lint
+.PHONY: help fetch check demo test lint images image-cu130 image-sm86 test-images
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
 fetch: ## download the wheel of every pin into the cache, verified
 	$(PYTHON) tools/series.py fetch
@@ -20,6 +23,18 @@ demo: ## real vLLM without a GPU, experts in other memory: are the tokens equal?
 
 test: ## every test that needs no GPU
 	$(PYTHON) tools/test.py $(ARGS)
+
+images: ## both variants of every pin (RELEASE=v0.26.0 for one; NAME=, ARGS=)
+	$(PYTHON) tools/images.py build --release $(or $(RELEASE),all) $(IMAGE_ARGS)
+
+image-cu130: ## the image for CUDA 13 drivers, newest pin that has it (RELEASE=)
+	$(PYTHON) tools/images.py build --variant cu130 --release '$(RELEASE)' $(IMAGE_ARGS)
+
+image-sm86: ## the image for RTX 30, A10, A40, older drivers too (RELEASE=)
+	$(PYTHON) tools/images.py build --variant sm86 --release '$(RELEASE)' $(IMAGE_ARGS)
+
+test-images: ## build every image on a stand-in of its base, with a Docker engine that is started where none runs
+	.ci/engine.sh $(PYTHON) -m pytest -q -rs tests/images $(ARGS)
 
 lint: ## ruff, mypy and shellcheck
 	ruff check

@@ -52,7 +52,7 @@ def test_apply_and_revert(project: Project, tree: Path) -> None:
     original = snapshot(tree)
     assert project.run("status", tree).text.startswith("clean: v1.2.3")
     checked = project.run("check", tree)
-    assert (checked.code, checked.text[:52]) == (0, "v1.2.3: 2 patches apply exactly, 11 files compile; se")
+    assert (checked.code, checked.text[:53]) == (0, "v1.2.3: 2 patches apply exactly, 11 files compile; se")
     assert snapshot(tree) == original
 
     applied = project.run("apply", tree)
