@@ -6,7 +6,8 @@ import gc
 import pytest
 import torch
 import torch._inductor.compile_fx
-from expert_offload.residency import DamagedError
+from expert_offload import Memory, Offloader
+from expert_offload.residency import AuditError, DamagedError
 from fake_model import (
     ALL_EXPERTS,
     CPU,
@@ -22,6 +23,7 @@ from fake_model import (
     Layer,
     Linear,
     Model,
+    has_attention,
     kept,
     load,
     out_names,
@@ -31,6 +33,7 @@ from fake_model import (
     shares_across_layers,
     started,
     tokens,
+    view_elsewhere,
 )
 from torch import nn
 
@@ -379,3 +382,16 @@ def test_a_parameter_that_two_layers_share_stays_where_each_layer_is_staged():
     assert list(kept(made)) == ["l.0.qkv.weight"] and "two layers" in kept(made)["l.0.qkv.weight"]
     assert any("l.0.qkv.weight" in line for line in said)
     assert made.moved == EVERYTHING * 2 // 3 - 2 * QKV
+
+
+def test_page_locked_memory_that_stops_delivering_ends_the_start(mapped):
+    made = Offloader(2**30, {"experts"}, Memory(None, None, None, view_elsewhere), print, has_attention)
+    model = Model(made)
+    for layer in model.layers:
+        with made.loading(layer.experts, CPU):
+            layer.experts.process()
+    mapped.delivers = 0
+    with pytest.raises(
+        AuditError, match=r"model\.layers\.0\.experts\.w13_weight lies in page-locked memory, and a copy"
+    ):
+        made.finish(CPU)

@@ -56,7 +56,7 @@ def test_apply_and_revert(project: Project, tree: Path) -> None:
     assert snapshot(tree) == original
 
     applied = project.run("apply", tree)
-    assert applied.code == 0 and "applied 2 patches of v1.2.3: 4 files changed, 5 added" in applied.text
+    assert applied.code == 0 and "applied 2 patches of v1.2.3: 4 files changed, 7 added" in applied.text
     patched = snapshot(tree)
     wanted = RELEASE | SECOND | {f"vllm/expert_offload/{name}": data for name, data in MODULES.items()}
     for path, data in wanted.items():
@@ -70,7 +70,7 @@ def test_apply_and_revert(project: Project, tree: Path) -> None:
     refused(project, tree, "is patched already: revert first", commands=("check",))
 
     reverted = project.run("revert", tree)
-    assert reverted.code == 0 and reverted.text.startswith("reverted v1.2.3: 9 files")
+    assert reverted.code == 0 and reverted.text.startswith("reverted v1.2.3: 11 files")
     assert snapshot(tree) == original
     again = project.run("revert", tree)
     assert again.code == 0 and again.text.startswith("nothing to revert")

@@ -28,7 +28,7 @@ from . import fit, report, roles
 from .graphs import dense_places
 from .host import PIN_SWITCH, Arena, HostBuffer, memory_total, pin_limit
 from .repack import Repack, settle
-from .residency import Item, MappedView, audit, check_scales, come_back, leave
+from .residency import Item, MappedView, audit, check_delivery, check_scales, come_back, leave
 from .selection import Candidate, Selection
 from .staging import Bound, Staging
 
@@ -323,6 +323,8 @@ class Offloader:
         owners = {id(i.owner): (i.name, i.owner) for i in out if i.experts}
         names = [(".".join(name.split(".")[:-1]), owner) for name, owner in owners.values()]
         audit(out, names, device, self.arena, self.staging.holds if self.staging else None)
+        # Once more: on WSL the first copy out of page-locked memory has been seen to deliver, and later ones not.
+        check_delivery(out)
         blocking = int(self.blocking)
         if not self._summed:  # once: not every rank has a drafter, and the others would not answer
             self._summed = True

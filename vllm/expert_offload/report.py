@@ -8,16 +8,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .host import gib
+
 if TYPE_CHECKING:
     from .offloader import Offloader
     from .residency import Item
 
 _PREFIX = "expert offload: "
-
-
-def gib(nbytes: int) -> str:
-    """`nbytes` in GiB, or in MiB below a tenth of one."""
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 0.1 * 2**30 else f"{nbytes / 2**20:.2f} MiB"
 
 
 def _names(items: Iterable[Item], limit: int = 3) -> str:

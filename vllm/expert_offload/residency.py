@@ -135,6 +135,16 @@ def check_scales(name: str, owner: nn.Module, scales: Iterable[str]) -> None:
             )
 
 
+def check_delivery(items: Iterable[Item]) -> None:
+    """Raise AuditError when the device does not get the bytes of a page-locked buffer (`HostBuffer.fault`)."""
+    for item in items:
+        if item.buffer is not None and item.buffer.pinned and (fault := item.buffer.fault()) is not None:
+            raise AuditError(
+                f"expert offload: {item.name} lies in page-locked memory, and {fault}. The start ends here, because the "
+                "answers would be wrong. Set EXPERT_OFFLOAD_PIN_GIB=0 to serve from ordinary memory"
+            )
+
+
 def audit(
     items: Iterable[Item],
     owners: Iterable[tuple[str, nn.Module]],
