@@ -390,8 +390,6 @@ def test_page_locked_memory_that_stops_delivering_ends_the_start(mapped):
     for layer in model.layers:
         with made.loading(layer.experts, CPU):
             layer.experts.process()
-    mapped.delivers = 0
-    with pytest.raises(
-        AuditError, match=r"model\.layers\.0\.experts\.w13_weight lies in page-locked memory, and a copy"
-    ):
+    mapped.delivers = "nothing"
+    with pytest.raises(AuditError, match=r"experts\.w13_weight lies in page-locked memory, and a copy"):
         made.finish(CPU)
