@@ -7,10 +7,10 @@ SHELL_FILES = $(shell git ls-files '*.sh' .ci/run)
 IMAGE_ARGS = $(if $(NAME),--name $(NAME)) $(if $(ARGS),-- $(ARGS))
 
 .DEFAULT_GOAL := help
-.PHONY: help fetch check demo test lint images image-cu130 image-sm86 test-images
+.PHONY: help fetch check demo test lint images image-cu130 image-sm86 test-images lint-images
 
 help: ## list the targets
-	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
 fetch: ## download the wheel of every pin into the cache, verified
 	$(PYTHON) tools/series.py fetch
@@ -33,7 +33,7 @@ image-cu130: ## the image for CUDA 13 drivers, newest pin that has it (RELEASE=)
 image-sm86: ## the image for RTX 30, A10, A40, older drivers too (RELEASE=)
 	$(PYTHON) tools/images.py build --variant sm86 --release '$(RELEASE)' $(IMAGE_ARGS)
 
-test-images: ## build every image on a stand-in of its base, with a Docker engine that is started where none runs
+test-images: ## build every image on a stand-in of its base (starts a Docker engine where none runs)
 	.ci/engine.sh $(PYTHON) -m pytest -q -rs tests/images $(ARGS)
 
 lint: ## ruff, mypy and shellcheck
@@ -41,3 +41,8 @@ lint: ## ruff, mypy and shellcheck
 	ruff format --check
 	mypy
 	$(if $(SHELL_FILES),shellcheck $(SHELL_FILES),@echo "no shell scripts")
+
+# DL3008 wants versions of Debian packages, which are gone from its servers with the next point release.
+lint-images: ## hadolint, and actionlint where it is installed
+	hadolint --ignore DL3008 Dockerfile $(wildcard docker/*/Dockerfile)
+	$(if $(shell command -v actionlint),actionlint,@echo "no actionlint here: workflows were not read")

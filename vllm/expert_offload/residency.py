@@ -140,8 +140,8 @@ def check_delivery(items: Iterable[Item]) -> None:
     for item in items:
         if item.buffer is not None and item.buffer.pinned and (fault := item.buffer.fault()) is not None:
             raise AuditError(
-                f"expert offload: {item.name} lies in page-locked memory, and {fault}. The start ends here, because the "
-                "answers would be wrong. Set EXPERT_OFFLOAD_PIN_GIB=0 to serve from ordinary memory"
+                f"expert offload: {item.name} lies in page-locked memory, and {fault}. The start ends here, because "
+                "the answers would be wrong. Set EXPERT_OFFLOAD_PIN_GIB=0 to serve from ordinary memory"
             )
 
 
