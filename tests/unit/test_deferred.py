@@ -161,7 +161,7 @@ def test_an_empty_tensor_of_another_kind_is_real():
     with tape.writing():
         before = torch.empty((COUNT, N, K), dtype=torch.uint8)
         tape.source(weight(), lambda a, b: weight()[a:b])
-        large, small = torch.empty((COUNT, N, K), dtype=torch.uint8), torch.empty((COUNT, 2))
+        large, small = torch.empty((COUNT, N, K), dtype=torch.uint8), torch.empty((COUNT, N, K - 1), dtype=torch.uint8)
         other, far = torch.empty((COUNT + 1, N, K)), torch.empty((COUNT, N, K), device="meta")
     assert isinstance(large, Deferred) and not any(isinstance(t, Deferred) for t in (before, small, other, far))
 
