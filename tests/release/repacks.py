@@ -137,6 +137,7 @@ def mxfp4(device: str) -> Case:
 
 def reordered(device: str) -> Case:
     """FlashInfer CUTLASS wants [w3, w1] where checkpoints hold [w1, w3]."""
+    import vllm.model_executor.layers.fused_moe  # noqa: F401  v0.18.0 imports these in a circle, and only so round
     from vllm.model_executor.layers.quantization.utils.flashinfer_fp4_moe import reorder_w1w3_to_w3w1
 
     s13 = scales(EXPERTS, 2 * INNER, HIDDEN // 16, device=device, seed=7)
@@ -149,7 +150,7 @@ def reordered(device: str) -> Case:
 
 
 def swapped(device: str) -> Case:
-    import vllm.model_executor.layers.fused_moe  # noqa: F401  v0.18.0 imports these in a circle, and only so round
+    import vllm.model_executor.layers.fused_moe  # noqa: F401  as above
     from vllm.model_executor.layers.quantization.utils.flashinfer_utils import swap_w13_to_w31
 
     return Case(fp4_weights(device), lambda w13, w2: [swap_w13_to_w31(w13), w2])

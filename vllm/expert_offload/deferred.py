@@ -16,7 +16,7 @@ the tape gives up: it is played for all experts at once, and from there on the r
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -122,6 +122,7 @@ class Tape:
         self._values: dict[int, torch.Tensor] | None = None
         self._count = 0
         self._least = 0
+        self._borrowed: list[tuple[torch.Tensor, int]] = []  # real tensors on the tape, and how often they had changed
         self._forms: dict[Any, tuple[bool, list[Form | int]]] = {}
         self._leader: dict[int, int] = {}  # of values that have to do with each other; union-find
 
@@ -204,6 +205,7 @@ class Tape:
         made = tuple(d.number for d in outs)
         refs, named = _changed(lambda d: Ref(d.number), args, kwargs)
         self.steps.append(Step(function, refs, named, made, expert, special))
+        self._borrowed += [(x, x._version) for x in leaves(refs, named) if isinstance(x, torch.Tensor)]
         for number in (*made, *(d.number for d in deferred)):
             self._leader[self._lead(number)] = self._lead(made[0])
         return outs[0] if single else outs
@@ -238,6 +240,8 @@ class Tape:
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], deferred: list[Deferred]
     ) -> tuple[int | None, str]:
         """(the expert, or None for all; how it is played); raises Together when experts can't be kept apart."""
+        if any(not isinstance(x, Deferred) for x in _written(function, args, kwargs)):
+            raise Together(f"{function} writes into a tensor that is there")
         scopes = [d.expert for d in deferred]
         if scopes and len(set(scopes)) == 1 and scopes[0] is not None:
             return scopes[0], ""
@@ -274,9 +278,11 @@ class Tape:
         """Play everything for all experts at once; from now on every Deferred stands for a real tensor."""
         if self._values is None:
             self.why = why
+            self._check_borrowed()
             self._values = self.play(0, self.experts, program_for(self.steps, {d.number for d in self.alive()}))
             self.steps.clear()
             self.sources.clear()
+            self._borrowed.clear()
         return self._values
 
     def whole(self, deferred: Deferred) -> torch.Tensor:
@@ -298,7 +304,18 @@ class Tape:
 
     def program(self, output: Deferred) -> Program:
         """What is to be played for `output`."""
+        self._check_borrowed()
         return program_for(self.related(output)[0], {output.number})
+
+    def _check_borrowed(self) -> None:
+        """What is read when a tape is played must be what was there when it was written."""
+        for tensor, version in self._borrowed:
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"expert offload: a tensor {tuple(tensor.shape)} {tensor.dtype} that the experts are processed "
+                    "with was changed after it was used, so they can't be processed later. Serve without "
+                    "--cpu-offload-gb, and report the model and its quantization"
+                )
 
     def play(self, first: int, last: int, program: Program) -> dict[int, torch.Tensor]:
         """The values that `program` is for, of experts `first` to `last` (exclusive), by number."""
@@ -319,6 +336,15 @@ class _Writing(TorchDispatchMode):
 
 def _found(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Deferred]:
     return [x for x in leaves(args, kwargs) if isinstance(x, Deferred)]
+
+
+def _written(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+    """The tensors that an operation changes in place."""
+    for index, argument in enumerate(function._schema.arguments):  # type: ignore[attr-defined]
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        x = args[index] if index < len(args) else kwargs.get(argument.name)
+        yield from x if isinstance(x, (list, tuple)) else (x,) if x is not None else ()
 
 
 def _changed(
