@@ -148,7 +148,7 @@ def test_a_controller_that_is_not_memory_is_no_limit(tmp_path):
 def test_nothing_readable_is_no_limit(tmp_path):
     free = fit.free_memory(tmp_path / "nowhere")
     assert free == (UNKNOWN, "no limit that could be read", ())
-    fit.check(fit.plan(2**50, 8, 2**60, 0, largest=GIB), free)
+    fit.check(fit.Plan(2**50, 8, 2**60, 0, largest=GIB), free)
 
 
 @pytest.mark.parametrize("garbage", ["", "max", "-5", "12.5", "1e9", "0x10", "9" * 30, "nan\n\n", "\0", "12abc"])

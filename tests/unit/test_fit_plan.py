@@ -18,18 +18,18 @@ from hypothesis import strategies as st
     [(0, 0), (1, 8), (10, 17), (12, 19), (13, 20), (14, 20), (1000, 20)],
 )
 def test_a_rank_holds_its_budget_and_a_parameter_or_all_there_is(budget, held):
-    plan = fit.plan(budget, 3, experts=50, dense=9, largest=7, chunk=2, other=5)
+    plan = fit.Plan(budget, 3, experts=50, dense=9, largest=7, chunk=2, other=5)
     assert plan.held == held
     assert plan.peak == 3 * (held + 7)
 
 
 def test_with_only_experts_dense_weights_stay():
-    plan = fit.plan(100, 2, experts=50, dense=9, largest=0, only_experts=True, chunk=0, other=0)
+    plan = fit.Plan(100, 2, experts=50, dense=9, largest=0, only_experts=True, chunk=0, other=0)
     assert (plan.leaves, plan.held, plan.peak) == (50, 25, 50)
 
 
 def test_the_table():
-    plan = fit.plan(40 * GIB, 2, experts=200 * GIB, dense=8 * GIB, largest=GIB // 2)
+    plan = fit.Plan(40 * GIB, 2, experts=200 * GIB, dense=8 * GIB, largest=GIB // 2)
     assert str(plan).splitlines() == [
         "                                    per rank      ranks: 2",
         "  weights held in host memory      40.50 GiB     81.00 GiB",
@@ -53,7 +53,7 @@ def test_what_the_selection_takes_is_never_more_than_planned(layers, budget, onl
         for size, experts in layer:
             sizes[experts] += size
     largest = max((size for layer in layers for size, _ in layer), default=0)
-    plan = fit.plan(budget, 1, sizes[True], sizes[False], largest, only_experts=only_experts, chunk=0, other=0)
+    plan = fit.Plan(budget, 1, sizes[True], sizes[False], largest, only_experts=only_experts, chunk=0, other=0)
     assert selection.taken <= plan.held
 
 
@@ -69,7 +69,7 @@ def refusal(plan: fit.Plan, free: Free) -> str:
 
 
 def test_what_a_user_reads_in_a_container():
-    plan = fit.plan(40 * GIB, 2, experts=200 * GIB, dense=8 * GIB, largest=GIB // 2)
+    plan = fit.Plan(40 * GIB, 2, experts=200 * GIB, dense=8 * GIB, largest=GIB // 2)
     free = Free(60 * GIB, "memory.max of the cgroup /docker/ab12 (64.00 GiB, 4.00 GiB used)", (DOCKER, HOST))
     assert refusal(plan, free).splitlines() == [
         "--cpu-offload-gb 40 with 2 rank(s) takes up to 87.12 GiB of host memory and 60.00 GiB are free by memory.max "
@@ -83,7 +83,7 @@ def test_what_a_user_reads_in_a_container():
 
 
 def test_what_a_user_reads_on_wsl():
-    plan = fit.plan(30 * GIB, 1, experts=60 * GIB, dense=0, largest=GIB)
+    plan = fit.Plan(30 * GIB, 1, experts=60 * GIB, dense=0, largest=GIB)
     text = refusal(plan, Free(28 * GIB, "x", (VM,)))
     assert "  1. --cpu-offload-gb 23.5: 6.50 GiB more per rank stay on the GPU\n" in text
     assert "  2. memory=39GB in Windows' .wslconfig and wsl --shutdown (the VM sees 31.00 GiB now)\n" in text
@@ -91,14 +91,14 @@ def test_what_a_user_reads_on_wsl():
 
 
 def test_all_limits_that_are_too_tight_are_raised():
-    plan = fit.plan(290 * GIB, 1, experts=300 * GIB, dense=0, largest=0, chunk=0, other=0)
+    plan = fit.Plan(290 * GIB, 1, experts=300 * GIB, dense=0, largest=0, chunk=0, other=0)
     docker = "raise memory.max of the cgroup /docker/ab12 to 294 GiB (docker run --memory 294g)"
     text = refusal(plan, Free(60 * GIB, "x", (DOCKER, HOST)))
     assert text.endswith(f"\n  2. {docker}, and free or add 170 GiB of memory"), "nobody quantizes to a fifth"
 
 
 def test_where_workers_alone_take_too_much():
-    plan = fit.plan(GIB, 4, experts=40 * GIB, dense=0, largest=0)
+    plan = fit.Plan(GIB, 4, experts=40 * GIB, dense=0, largest=0)
     text = refusal(plan, Free(8 * GIB, "x"))
     assert "What fits (no smaller --cpu-offload-gb does, not even 0.5):\n  1. free or add 9 GiB of memory\n" in text
     assert text.endswith("  2. --tensor-parallel-size 1, not 4: each GPU holds more")
@@ -106,22 +106,22 @@ def test_where_workers_alone_take_too_much():
     assert text.endswith("  2. --tensor-parallel-size 2, not 4: each GPU holds more"), (
         "3 would fit, and divides nothing"
     )
-    plan = fit.plan(GIB // 4, 4, experts=40 * GIB, dense=0, largest=GIB // 2)
+    plan = fit.Plan(GIB // 4, 4, experts=40 * GIB, dense=0, largest=GIB // 2)
     text = refusal(plan, Free(8 * GIB, "x"))
     assert text.endswith("  2. --tensor-parallel-size 1, not 4: each GPU holds more"), "parameters' shares grow as well"
     assert "  2." not in refusal(plan, Free(4 * GIB, "x")), "one worker is too much: no settings are made up"
 
 
 def test_a_model_smaller_than_the_budget_fits_where_it_fits():
-    plan = fit.plan(1000 * GIB, 2, experts=40 * GIB, dense=0, largest=GIB, chunk=0, other=0)
+    plan = fit.Plan(1000 * GIB, 2, experts=40 * GIB, dense=0, largest=GIB, chunk=0, other=0)
     fit.check(plan, Free(40 * GIB, "x"))
     text = refusal(plan, Free(40 * GIB - 1, "x"))
     assert "--cpu-offload-gb 18.5: 1.50 GiB more per rank stay" in text
 
 
 def test_nothing_held_nothing_refused():
-    fit.check(fit.plan(0, 8, 40 * GIB, 0, largest=GIB), Free(0, "x"))
-    fit.check(fit.plan(8 * GIB, 8, 0, 0, largest=GIB), Free(0, "x"))
+    fit.check(fit.Plan(0, 8, 40 * GIB, 0, largest=GIB), Free(0, "x"))
+    fit.check(fit.Plan(8 * GIB, 8, 0, 0, largest=GIB), Free(0, "x"))
 
 
 SIZES = st.integers(0, 400 * GIB) | st.integers(0, 800).map(lambda n: n * GIB // 2)
@@ -133,7 +133,7 @@ LIMITS = st.builds(
     st.integers(0, 50 * GIB),
 )
 PLANS = st.builds(
-    fit.plan,
+    fit.Plan,
     SIZES.filter(bool),
     st.integers(1, 8),
     SIZES,
@@ -212,7 +212,7 @@ def test_memory_that_is_asked_for_is_enough_and_hardly_more(plan, free):
 
 @given(st.integers(1, 300), st.integers(0, 20), st.integers(1, 4))
 def test_a_containers_new_limit_read_from_the_text(budget, used, ranks):
-    plan = fit.plan(budget * GIB + 12345, ranks, 2000 * GIB, 0, largest=2**20)
+    plan = fit.Plan(budget * GIB + 12345, ranks, 2000 * GIB, 0, largest=2**20)
     limit = Limit("memory.max of the cgroup /", "cgroup", (used + 1) * GIB, used * GIB)
     gib = int(re.search(r"docker run --memory (\d+)g", refusal(plan, Free(GIB, "x", (limit,))))[1])
     assert fits(plan, fit._least([limit._replace(size=gib * GIB)]))

@@ -42,6 +42,7 @@ def test_the_op_is_listed_once():
     first = plan_graphs(mode="FULL", splitting_ops=OPS, piecewise=True)
     again = plan_graphs(mode=first.mode, splitting_ops=first.splitting_ops, piecewise=True)
     assert again.splitting_ops == first.splitting_ops and again.splitting_ops.count(FILL_OP) == 1
+    assert first.line and again.line is None, "said once"
 
 
 def test_the_op_that_graphs_are_cut_at_exists():

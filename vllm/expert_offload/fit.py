@@ -26,7 +26,8 @@ _STEP = GIB // 2  # of a suggested --cpu-offload-gb
 _MALFORMED = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
-def _gib(nbytes: int) -> str:
+def gib(nbytes: int) -> str:
+    """`nbytes` in GiB, or in MiB below a tenth of one."""
     return f"{nbytes / GIB:.2f} GiB" if nbytes >= 0.1 * GIB else f"{nbytes / 2**20:.2f} MiB"
 
 
@@ -45,11 +46,12 @@ class Limit(NamedTuple):
             return f"free or add {more} GiB of memory", self._replace(size=self.size + more * GIB)
         # A VM's kernel keeps about 1/32 of what the VM is given: 1/64 describes pages, the rest is itself.
         seen, given = (31, 32) if self.kind == "wsl" else (1, 1)
-        gib = -(-(self.used + need) * given // (seen * GIB))
-        how = f"raise {self.name} to {gib} GiB" + (f" (docker run --memory {gib}g)" if ".high" not in self.name else "")
+        whole = -(-(self.used + need) * given // (seen * GIB))
+        docker = "" if ".high" in self.name else f" (docker run --memory {whole}g)"
+        how = f"raise {self.name} to {whole} GiB{docker}"
         if self.kind == "wsl":
-            how = f"memory={gib}GB in Windows' .wslconfig and wsl --shutdown (the VM sees {_gib(self.size)} now)"
-        return how, self._replace(size=gib * GIB * seen // given)
+            how = f"memory={whole}GB in Windows' .wslconfig and wsl --shutdown (the VM sees {gib(self.size)} now)"
+        return how, self._replace(size=whole * GIB * seen // given)
 
 
 class Free(NamedTuple):
@@ -79,7 +81,7 @@ def _least(limits: list[Limit]) -> Free:
     if not limits:
         return Free(UNKNOWN, "no limit that could be read")
     name, _, size, used = min(limits, key=lambda limit: limit.size - limit.used)
-    return Free(max(0, size - used), f"{name} ({_gib(size)}, {_gib(used)} used)", tuple(limits))
+    return Free(max(0, size - used), f"{name} ({gib(size)}, {gib(used)} used)", tuple(limits))
 
 
 # Per version of cgroups: the limits, what is used, and what of that can be reclaimed. Both lists of file pages can: the
@@ -272,10 +274,7 @@ class Plan(NamedTuple):
         rows = {"weights held in host memory": self.held, "a layer while it is repacked": self.chunk}
         rows |= {"worker beside its weights": self.other, "at the peak": self.peak // self.ranks}
         head = f"  {'':<28}{'per rank':>14}{f'ranks: {self.ranks}':>14}"
-        return "\n".join([head, *(f"  {k:<28}{_gib(n):>14}{_gib(n * self.ranks):>14}" for k, n in rows.items())])
-
-
-plan = Plan  # the function's name, as in `check(plan(...), free_memory())`
+        return "\n".join([head, *(f"  {k:<28}{gib(n):>14}{gib(n * self.ranks):>14}" for k, n in rows.items())])
 
 
 class TooLittleMemory(RuntimeError):
@@ -288,8 +287,8 @@ def check(plan: Plan, free: Free) -> None:
         ways = settings(plan, free)
         but = "" if ways[0][1].budget < plan.budget else " (no smaller --cpu-offload-gb does, not even 0.5)"
         raise TooLittleMemory(
-            f"--cpu-offload-gb {plan.budget / GIB:g} with {plan.ranks} rank(s) takes up to {_gib(plan.peak)} of host "
-            f"memory and {_gib(free.nbytes)} are free by {free.source}. No weight was read.\n{plan}\nWhat fits{but}:"
+            f"--cpu-offload-gb {plan.budget / GIB:g} with {plan.ranks} rank(s) takes up to {gib(plan.peak)} of host "
+            f"memory and {gib(free.nbytes)} are free by {free.source}. No weight was read.\n{plan}\nWhat fits{but}:"
             + "".join(f"\n  {number}. {text}" for number, (text, *_) in enumerate(ways, 1))
         )
 
@@ -304,8 +303,8 @@ def make_room(nbytes: int) -> None:
         need = nbytes + RESERVE_BYTES
         ways = ", and ".join(limit.raised(need)[0] for limit in free.limits if limit.size - limit.used < need)
         raise TooLittleMemory(
-            f"a host buffer of {_gib(nbytes)} is needed for offloaded weights, and {_gib(free.nbytes)} are free by "
-            f"{free.source}, of which {_gib(RESERVE_BYTES)} are left alone. Lower --cpu-offload-gb, or {ways}"
+            f"a host buffer of {gib(nbytes)} is needed for offloaded weights, and {gib(free.nbytes)} are free by "
+            f"{free.source}, of which {gib(RESERVE_BYTES)} are left alone. Lower --cpu-offload-gb, or {ways}"
         )
 
 
@@ -317,7 +316,7 @@ def settings(plan: Plan, free: Free) -> list[tuple[str, Plan, Free]]:
     flag = f"--cpu-offload-gb {less.budget / GIB:g}"
     stays = min(plan.budget, -(-plan.leaves // plan.ranks)) - less.budget
     if less.budget:
-        ways.append((f"{flag}: {_gib(stays)} more per rank stay on the GPU", less, free))
+        ways.append((f"{flag}: {gib(stays)} more per rank stay on the GPU", less, free))
     limits = free.limits or (Limit(free.source, "host", free.nbytes, 0),)
     raised = [li.raised(plan.peak) if li.size - li.used < plan.peak else ("", li) for li in limits]
     ways.append((", and ".join(text for text, _ in raised if text), plan, _least([limit for _, limit in raised])))

@@ -40,7 +40,7 @@ def plan_graphs(*, mode: str, splitting_ops: list[str], piecewise: bool) -> Grap
         splitting_ops: ops at which the release cuts the graph.
         piecewise: whether the release compiles in pieces at `splitting_ops`.
     """
-    if mode == "NONE":
+    if mode == "NONE" or (mode == "PIECEWISE" and FILL_OP in splitting_ops):  # cut already, when configured
         return GraphPlan(mode, splitting_ops, None)
     why = "offloaded weights lie in pageable memory, and copies from it cannot be captured"
     if not piecewise:

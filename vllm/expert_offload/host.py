@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from . import cuda
+from .fit import gib
 
 # Documented in the README: GiB that may be page-locked on a host, by all ranks together; 0: none.
 PIN_SWITCH = "EXPERT_OFFLOAD_PIN_GIB"
@@ -97,11 +98,6 @@ class Mapping(mmap.mmap):
             # registration is its parent's, and at these addresses, where it has nothing of ours (MADV_DONTFORK), may
             # lie something of its own by now, which unmapping would take away.
             self._stay()
-
-
-def gib(nbytes: int) -> str:
-    """`nbytes` in GiB, or in MiB below a tenth of one."""
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 0.1 * 2**30 else f"{nbytes / 2**20:.2f} MiB"
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:

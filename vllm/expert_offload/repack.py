@@ -57,11 +57,12 @@ class Repack:
         leaf_of = {id(p): leaf for leaf, p in owner._parameters.items()}
         for item in items:
             assert item.parameter is not None and item.host is not None
-            proxy = nn.Parameter(self.tape.source(item.host, _reader(item, device)), requires_grad=False)
+            source = self.tape.source(item.host, _reader(item, device))
+            self.source[source.number] = item
+            # A detached view of the source: what changes it in place changes that too.
+            proxy = nn.Parameter(source, requires_grad=False)
             proxy.__dict__.update(item.parameter.__dict__)
             owner._parameters[leaf_of[id(item.parameter)]] = proxy
-            # Parameter() took a detached view of the source; what changes it in place changes that too.
-            self.source[min(self.tape.related(proxy)[1])] = item  # type: ignore[arg-type]
             self._originals[id(proxy)] = item.parameter
 
     @staticmethod

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .host import gib
+from .fit import gib
 
 if TYPE_CHECKING:
     from .offloader import Offloader
@@ -28,12 +28,12 @@ def lines(offloader: Offloader) -> list[str]:
     out = [i for i in items if i.out]
     size = {kind: sum(i.buffer.nbytes for i in out if i.buffer and i.experts is kind) for kind in (True, False)}
     layers = len({i.layer for i in out})
-    pinned = sum(i.buffer.nbytes for i in out if i.buffer and i.buffer.pinned)
     total = offloader.moved
     asked = gib(offloader.selection.budget)
     found = [
         f"{gib(total)} moved to host memory, {asked} asked for ({len(out)} tensors of {layers} layers): routed experts "
-        f"{gib(size[True])}, dense weights {gib(size[False])}; host memory held {gib(total)}, page-locked {gib(pinned)}"
+        f"{gib(size[True])}, dense weights {gib(size[False])}; host memory held "
+        f"{gib(offloader.arena.held)}, page-locked {gib(offloader.arena.locked)}"
     ]
     mapped = sum(i.buffer.nbytes for i in out if i.buffer and i.mapped)
     if mapped:

@@ -17,15 +17,12 @@ NAME, COMPAT = "driver", "compat libs"
 # Least driver on Linux per CUDA release: "CUDA Toolkit Release Notes", table "CUDA Toolkit and Corresponding Driver
 # Versions", for the update of each release that the images carry (12.9.1, 13.0.x).
 _LEAST = {
-    (12, 6): "560.28.03",
-    (12, 8): "570.26",
     (12, 9): "575.57.08",
     (13, 0): "580.65.06",
-    (13, 1): "590.44.01",
 }
 # The same document's table of minor version compatibility: code compiled for the card runs from here on, PTX does not.
 _FAMILY = {12: "525.60.13", 13: "580.65.06"}
-# From this one up, parts of the wheels come as PTX alone (shared/docker/images.md: FlashAttention 2, the repacks).
+# From this one up, parts of the wheels come as PTX alone (docker/arch.py shows it: FlashAttention 2).
 _NEEDS_PTX = (12, 0)
 
 
