@@ -10,7 +10,7 @@ from expert_offload.deferred import Deferred, Tape
 from expert_offload.host import Arena
 from expert_offload.offloader import Memory, Offloader
 from expert_offload.repack import RepackError, chunk_bytes, chunks
-from fake_model import CPU, EXPERTS, Layer, Model, has_attention, load, pageable, parameter, resident, tokens
+from fake_model import CPU, EXPERTS, NVFP4, Layer, Model, has_attention, load, pageable, parameter, resident, tokens
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -294,6 +294,35 @@ def test_processed_in_place_a_chunk_at_a_time(one_at_a_time, monkeypatch):
     assert model.layers[0].experts.w13_weight.hung == "w13_weight", "what a release hangs onto a parameter stays"
     assert type(model.layers[0].experts.w13_weight) is torch.nn.Parameter
     assert not made.whole and torch.equal(tokens(model), want)
+
+
+class TwiceNamed(Layer):
+    """As compressed-tensors' WNA16: repacked under the checkpoint's name, and the same parameter under a kernel's."""
+
+    def __init__(self, name):
+        super().__init__(name, experts=NVFP4)
+        self.experts.process = self.repack
+
+    def repack(self):
+        for projection in ("w13", "w2"):
+            made = parameter(getattr(self.experts, f"{projection}_weight_packed").data.flip(1).clone())
+            setattr(self.experts, f"{projection}_weight_packed", made)
+            setattr(self.experts, f"{projection}_weight", made)
+
+
+@pytest.mark.parametrize("limit", [None, 0])
+def test_a_weight_with_two_names_is_one_weight(limit, mapped, one_at_a_time):
+    from fake_model import view_elsewhere
+
+    made = Offloader(2**30, {"experts"}, Memory(limit, "x", None, view_elsewhere), print, has_attention)
+    model = Model(made, make=TwiceNamed)
+    before = {name: item.buffer.bytes.data_ptr() for (_, name), item in made.items.items()}
+    load(model, made)
+    for layer in model.layers:
+        assert layer.experts.w13_weight is layer.experts.w13_weight_packed
+        assert layer.experts.w2_weight is layer.experts.w2_weight_packed
+    assert {name: item.buffer.bytes.data_ptr() for (_, name), item in made.items.items()} == before, "the same bytes"
+    assert not made.whole and torch.equal(tokens(model), resident(make=TwiceNamed))
 
 
 @pytest.mark.parametrize("limit", [None, 0])

@@ -271,7 +271,7 @@ class Offloader:
                 self.whole[repack.gave_up] = self.whole.get(repack.gave_up, 0) + 1
             else:
                 done = [leaf for leaf in repack.outputs() if leaf in targets]
-            repack.make_real([leaf for leaf in repack.outputs() if leaf not in done])
+            repack.make_real(but=done)
         spares = {id(item): item.buffer for item in items}
         if repack is not None and not repack.gave_up:
             settle(repack, {leaf: targets.pop(leaf) for leaf in done}, self.arena, self.view)

@@ -84,7 +84,7 @@ class Repack:
         return self.tape.why
 
     def outputs(self) -> dict[str, Deferred]:
-        """The owner's parameters that are weights to be, by attribute."""
+        """The owner's parameters that are weights to be, by attribute; one may have several (a kernel's name too)."""
         return {leaf: p for leaf, p in self.owner._parameters.items() if isinstance(p, Deferred)}
 
     def give_up_if_held(self) -> None:
@@ -98,15 +98,20 @@ class Repack:
         if any(id(d) not in ours for d in self.tape.alive()):
             self.tape.give_up("something else holds a view of it")
 
-    def make_real(self, leaves: Iterable[str]) -> None:
-        """Have the parameters `leaves` on the device, as the release would have made them."""
-        for leaf in leaves:
-            self._make_real(leaf)
+    def make_real(self, but: Iterable[str]) -> None:
+        """Have the outputs, but for those of the attributes `but`, on the device as the release would have made them."""
+        left = {id(self.outputs()[leaf]) for leaf in but}
+        for leaf, deferred in self.outputs().items():
+            if id(deferred) not in left and self.owner._parameters[leaf] is deferred:
+                self.put(leaf, _parameter(self.tape.whole(deferred), deferred))
         self.tape.forget()
 
-    def _make_real(self, leaf: str) -> None:
-        deferred = self.outputs()[leaf]
-        self.owner._parameters[leaf] = _parameter(self.tape.whole(deferred), deferred)
+    def put(self, leaf: str, parameter: nn.Parameter) -> None:
+        """Have the owner hold `parameter` wherever it holds what is `leaf` now."""
+        old = self.owner._parameters[leaf]
+        for name, held_there in self.owner._parameters.items():
+            if held_there is old:
+                self.owner._parameters[name] = parameter
 
     def untouched(self, leaf: str) -> Item | None:
         """The item whose weight the parameter `leaf` still is, byte for byte and shape for shape; None otherwise."""
@@ -157,13 +162,13 @@ class Repack:
         deferred = self.outputs()[leaf]
         steps, sources = self.tape.related(deferred)
         made = {n for s in steps for n in s.made}
-        others = [d for name, d in self.outputs().items() if name != leaf and d.number in made | sources]
+        others = [d for d in self.outputs().values() if d is not deferred and d.number in made | sources]
         return self.source.get(next(iter(sources))) if len(sources) == 1 and not others else None
 
     def finish(self, leaf: str, data: torch.Tensor) -> nn.Parameter:
         """Put a plain parameter with `data` in the place of the weight `leaf`, with what the release hung onto it."""
         made = _parameter(data, self.outputs()[leaf])
-        self.owner._parameters[leaf] = made
+        self.put(leaf, made)
         return made
 
     def drop_originals(self) -> None:
@@ -206,7 +211,7 @@ def settle(repack: Repack, targets: dict[str, Item], arena: Arena, view: MappedV
             assert old is not None
             same = originals.pop(leaf)
             parameter = repack.finish(leaf, old.data) if same is None else same
-            repack.owner._parameters[leaf] = parameter
+            repack.put(leaf, parameter)
         else:
             source = repack.in_place(leaf)
             spare = source.buffer if source is not None and id(source.buffer) in free else None
