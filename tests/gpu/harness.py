@@ -23,6 +23,7 @@ os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
+import same_kernels
 import torch
 
 EXPERT_SCALE = 3.0
@@ -284,24 +285,6 @@ class Run:
         item.host[1].copy_(kept)
 
 
-def on_newer_kernels() -> None:
-    """v0.17.1 and v0.18.0 on the kernels of 0.20.2, which want global scales in float32, where they are bf16's."""
-    import vllm._custom_ops as ops
-
-    import vllm
-
-    bundled = (Path(vllm.__file__).parent / "_C_stable_libtorch.abi3.so").exists()
-    if not (bundled and vllm.__version__.startswith(("0.17.", "0.18."))) or hasattr(ops, "as_released"):
-        return
-    released = ops.as_released = ops.moe_wna16_marlin_gemm
-
-    def widened(a, c, weight, bias, scales, a_scales, global_scale, *rest, **named):
-        wide = None if global_scale is None else global_scale.float()
-        return released(a, c, weight, bias, scales, a_scales, wide, *rest, **named)
-
-    ops.moe_wna16_marlin_gemm = widened
-
-
 def start(model: str, *, mode: str, memory: str = "mapped", v2: bool = False, **kw) -> Run:
     """An engine on `model`, dummy weights unless `load_format` says otherwise.
 
@@ -325,7 +308,8 @@ def start(model: str, *, mode: str, memory: str = "mapped", v2: bool = False, **
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(v2))
     getattr(envs, "disable_envs_cache", lambda: None)()
     pretend(memory in ("pageable", "wsl", "part"))
-    on_newer_kernels()
+    same_kernels.on_newer_library()
+    same_kernels.first_configuration()
     dummy.initialize_dummy_weights = fill
     dummy.DummyModelLoader.load_weights = lambda self, model, config: fill(model)
     run = Run(llm=None)
