@@ -22,6 +22,8 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+# The compiler's choice of a reduction by time, anew in each process, rounds a norm in one of several ways.
+os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
 
 import same_kernels
 import torch
@@ -153,13 +155,17 @@ def nemotron(folder: Path) -> str:
         eos_token_id=2,
         pad_token_id=0,
     )
+    return write(folder / "nemotron", config)
+
+
+def introduce_nemotron() -> None:
+    """Transformers 4 does not know the model; the release brings the class. For each process that reads its config."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
-    if "nemotron_h" not in CONFIG_MAPPING:  # transformers 4 does not know the model; the release brings the class
+    if "nemotron_h" not in CONFIG_MAPPING:
         from vllm.transformers_utils.configs.nemotron_h import NemotronHConfig
 
         AutoConfig.register("nemotron_h", NemotronHConfig)
-    return write(folder / "nemotron", config)
 
 
 def write(path: Path, config: dict) -> str:
@@ -337,10 +343,14 @@ def start(model: str, *, mode: str, memory: str = "mapped", v2: bool = False, **
         enable_prefix_caching=False,
         seed=0,
     )
+    if "nemotron" in model:
+        introduce_nemotron()
     if "qwen35" in model:
         settings.update(language_model_only=True, gdn_prefill_backend="triton")
     if mode != "eager":
-        settings["compilation_config"] = {"cudagraph_capture_sizes": [1, 2, 4]}
+        # Which kernels are combined is decided by time as well, and deterministic mode refuses to.
+        by_time = dict.fromkeys(("combo_kernels", "benchmark_combo_kernel"), False)
+        settings["compilation_config"] = {"cudagraph_capture_sizes": [1, 2, 4], "inductor_compile_config": by_time}
     if mode == "piecewise":
         settings["compilation_config"]["cudagraph_mode"] = "PIECEWISE"
     replay = torch.cuda.CUDAGraph.replay

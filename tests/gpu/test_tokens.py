@@ -47,12 +47,12 @@ def check(run, resident, mode, memory, note, case):
     """Every claim about one row, and the end of its engine; the mutant comes last, since it spoils the model."""
     import harness
 
-    _, tokens, loaded = resident
+    path, tokens, loaded = resident
     ran = mode if mode == "eager" else f"{mode}, {run.replays} graph replays"
     more = dict(mode=ran, memory=memory, seconds=round(run.seconds, 1))
     try:
         note(f"{case}: tokens equal", int(run.tokens == tokens), "tokens equal", **more)
-        assert run.tokens == tokens
+        assert run.tokens == tokens, differences(run, tokens, path, graphs(mode, memory))
         assert (run.replays > 0) is (mode != "eager")
         reported = run.offloader.moved
         staging = run.offloader.staging.bytes.numel() if run.offloader.staging else 0
@@ -60,11 +60,27 @@ def check(run, resident, mode, memory, note, case):
         run.swap_two_experts()
         assert run.generate() != tokens, "void: two experts changed places and no token did"
     finally:
-        harness.end(run)
+        if run.llm is not None:
+            harness.end(run)
     freed = loaded - run.loaded + staging
     unit = "bytes freed / bytes reported"
     note(f"{case}: {unit}", round(freed / reported, 4), unit, reported=reported, staging=staging, **more)
     assert abs(freed - reported) <= 0.02 * reported, (freed, reported)
+
+
+def differences(run, tokens, path, mode) -> str:
+    """Where tokens part, and whether either model repeats itself: if the resident one does not, the row is void."""
+    import harness
+
+    part = [next((i for i, (a, b) in enumerate(zip(x, y)) if a != b), None) for x, y in zip(run.tokens, tokens)]
+    again = run.generate() == run.tokens
+    harness.end(run)
+    other = harness.start(path, mode=mode)
+    harness.end(other)
+    return (
+        f"tokens part at {part}; offloaded, the same engine {'repeats' if again else 'does not repeat'} itself; "
+        f"resident, another engine {'repeats' if other.tokens == tokens else 'does not repeat'} the first's tokens"
+    )
 
 
 def places(offloader, memory):
