@@ -360,6 +360,7 @@ def test_a_layer_that_cannot_be_kept_apart_is_processed_whole_and_said(one_at_a_
     model = Model(made, make=Scaled)
     load(model, made)
     assert any("experts of 3 layers were processed a whole layer at a time" in line and "abs" in line for line in said)
+    assert all(item.out for item in made.items.values()), "and all of it leaves afterwards"
     assert torch.equal(tokens(model), resident(make=Scaled))
 
 

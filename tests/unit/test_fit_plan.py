@@ -77,7 +77,8 @@ def test_what_a_user_reads_in_a_container():
         *str(plan).splitlines(),
         "What fits:",
         "  1. --cpu-offload-gb 26: 14.00 GiB more per rank stay on the GPU",
-        "  2. raise memory.max of the cgroup /docker/ab12 to 92 GiB (docker run --memory 92g)",
+        "  2. raise memory.max of the cgroup /docker/ab12 to 92 GiB "
+        "(docker run --memory 92g, MEMORY_LIMIT=92g with compose)",
         "  3. --cpu-offload-gb 26 and a checkpoint of fewer bits, 86 % of this one's or less: the GPU holds no more",
     ]
 
@@ -92,7 +93,8 @@ def test_what_a_user_reads_on_wsl():
 
 def test_all_limits_that_are_too_tight_are_raised():
     plan = fit.Plan(290 * GIB, 1, experts=300 * GIB, dense=0, largest=0, chunk=0, other=0)
-    docker = "raise memory.max of the cgroup /docker/ab12 to 294 GiB (docker run --memory 294g)"
+    ways = "docker run --memory 294g, MEMORY_LIMIT=294g with compose"
+    docker = f"raise memory.max of the cgroup /docker/ab12 to 294 GiB ({ways})"
     text = refusal(plan, Free(60 * GIB, "x", (DOCKER, HOST)))
     assert text.endswith(f"\n  2. {docker}, and free or add 170 GiB of memory"), "nobody quantizes to a fifth"
 

@@ -47,7 +47,7 @@ class Limit(NamedTuple):
         # A VM's kernel keeps about 1/32 of what the VM is given: 1/64 describes pages, the rest is itself.
         seen, given = (31, 32) if self.kind == "wsl" else (1, 1)
         whole = -(-(self.used + need) * given // (seen * GIB))
-        docker = "" if ".high" in self.name else f" (docker run --memory {whole}g)"
+        docker = "" if ".high" in self.name else f" (docker run --memory {whole}g, MEMORY_LIMIT={whole}g with compose)"
         how = f"raise {self.name} to {whole} GiB{docker}"
         if self.kind == "wsl":
             how = f"memory={whole}GB in Windows' .wslconfig and wsl --shutdown (the VM sees {gib(self.size)} now)"

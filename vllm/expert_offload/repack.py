@@ -99,12 +99,16 @@ class Repack:
             self.tape.give_up("something else holds a view of it")
 
     def make_real(self, but: Iterable[str]) -> None:
-        """Have the outputs, but for those of the attributes `but`, on the device as the release would have made them."""
+        """Have the outputs on the device as the release would have made them, but for those of the attributes `but`."""
         left = {id(self.outputs()[leaf]) for leaf in but}
-        for leaf, deferred in self.outputs().items():
-            if id(deferred) not in left and self.owner._parameters[leaf] is deferred:
-                self.put(leaf, _parameter(self.tape.whole(deferred), deferred))
-        self.tape.forget()
+        for leaf in [leaf for leaf, deferred in self.outputs().items() if id(deferred) not in left]:
+            self._make_real(leaf)
+        self.tape.forget()  # with none of them held here
+
+    def _make_real(self, leaf: str) -> None:
+        deferred = self.owner._parameters[leaf]
+        if isinstance(deferred, Deferred):  # not yet, under another name
+            self.put(leaf, _parameter(self.tape.whole(deferred), deferred))
 
     def put(self, leaf: str, parameter: nn.Parameter) -> None:
         """Have the owner hold `parameter` wherever it holds what is `leaf` now."""
