@@ -111,11 +111,22 @@ def test_lengths(text, number):
     assert tokens(text) == number
 
 
-@pytest.mark.parametrize("wrong", [["--cpu-offload-gb", "-1"], ["--max-model-len", "long"], ["-tp", "0"]])
-def test_a_wrong_flag_is_named(tmp_path, wrong, capsys):
+@pytest.mark.parametrize(
+    ("flag", "value", "said"),
+    [
+        ("--cpu-offload-gb", "-1", "'-1' is no number of GiB from 0 up, such as 6 or 4.5"),
+        ("--cpu-offload-gb", "nan", "'nan' is no number of GiB"),
+        ("--max-model-len", "long", "'long' is no number of tokens, such as 65536, 64K or auto"),
+        ("--gpu-memory-utilization", "0", "'0' is no share of the GPU's memory above 0 and up to 1, such as 0.88"),
+        ("-tp", "0", "'0' is no number of GPUs from 1 up"),
+        ("-tp", "1.5", "'1.5' is no whole number of GPUs"),
+    ],
+)
+def test_a_wrong_flag_is_named(tmp_path, flag, value, said, capsys):
     with pytest.raises(SystemExit) as error:
-        cli.main(wrong, machine(tmp_path))
-    assert error.value.code == 2 and wrong[0] in capsys.readouterr().err
+        cli.main([flag, value], machine(tmp_path))
+    printed = capsys.readouterr().err
+    assert error.value.code == 2 and flag in printed and said in printed
 
 
 # -- what lies below -------------------------------------------------------------------------------------------------

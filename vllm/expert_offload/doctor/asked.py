@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -30,12 +31,19 @@ class Asked(NamedTuple):
     pin_quota: bool = False
 
 
+def _number(text: str, what: str, least: float, most: float) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not least <= number <= most:
+        raise argparse.ArgumentTypeError(f"{text!r} is no {what}")
+    return number
+
+
 def gib_to_bytes(text: str) -> int:
     """Bytes of a number of GiB, from 0 up."""
-    number = float(text)
-    if not 0 <= number < 2**20:
-        raise ValueError(text)
-    return int(number * 2**30)
+    return int(_number(text, "number of GiB from 0 up, such as 6 or 4.5", 0, 2**20) * 2**30)
 
 
 def tokens(text: str) -> int | None:
@@ -44,23 +52,21 @@ def tokens(text: str) -> int | None:
         return None
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM]?)", text.strip())
     if not found:
-        raise ValueError(text)
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens, such as 65536, 64K or auto")
     return int(float(found[1]) * {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}[found[2]])
 
 
 def share(text: str) -> float:
     """A number above 0 and up to 1."""
-    number = float(text)
-    if not 0 < number <= 1:
-        raise ValueError(text)
-    return number
+    return _number(text, "share of the GPU's memory above 0 and up to 1, such as 0.88", 1e-6, 1)
 
 
 def ranks(text: str) -> int:
     """A number from 1 up."""
-    if int(text) < 1:
-        raise ValueError(text)
-    return int(text)
+    number = _number(text, "number of GPUs from 1 up", 1, 2**20)
+    if not number.is_integer():
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of GPUs")
+    return int(number)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

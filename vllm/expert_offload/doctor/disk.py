@@ -40,7 +40,10 @@ def _room(machine: Machine, asked: Asked, place: Path) -> Line:
     need = known.total - there + _SPARE
     if free >= need:
         return Line(NAME, OK, found)
-    step = f"Free {gib(need - free)} more (WSL: its disk may be full while Windows' is not), or set HF_HOME elsewhere"
+    step = (
+        f"Free {gib(need - free)} more (WSL: its disk may be full while Windows' is not), or put the cache elsewhere: the "
+        "volume `cache` of docker-compose.yml, without Docker HF_HOME"
+    )
     return Line(NAME, WARN, found, step)
 
 

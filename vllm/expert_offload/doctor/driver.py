@@ -36,9 +36,12 @@ def cuda_of(machine: Machine) -> str:
 
 
 def _step(machine: Machine, least: str) -> str:
+    step = f"Install driver {least} or newer on the host"
     if machine.wsl:
-        return f"Install driver {least} or newer in Windows (nvidia.com/drivers), then `wsl --shutdown`"
-    return f"Install driver {least} or newer on the host, or use the sm86 image of a release with CUDA 12.9 (v0.32.0)"
+        step = f"Install driver {least} or newer in Windows (nvidia.com/drivers), then `wsl --shutdown`"
+    if version(cuda_of(machine))[:1] <= (12,):
+        return step
+    return f"{step}; or take RELEASE=v0.32.0 VARIANT=sm86, with CUDA 12.9, which older drivers run"
 
 
 def check(machine: Machine, asked: Asked) -> Line:
@@ -107,7 +110,7 @@ def check_compat(machine: Machine, asked: Asked) -> Line:
     if not cards:
         return Line(COMPAT, OK, f"{there} is in the loader's path ({way}), which data centre cards may use")
     if way.startswith("/etc"):
-        step = f"Remove {there} in the image, then `ldconfig`"
+        step = f"Take VARIANT=sm86, whose build removes them; in an image of your own: remove {there}, then `ldconfig`"
     else:
         step = f"Unset {way}" if way.startswith("VLLM") else f"Take {there} out of {way}"
     found = f"{way} puts {there} before the driver's libcuda; on {cards[0].name} CUDA then fails with error 803 or 804"
