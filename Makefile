@@ -34,7 +34,7 @@ image-sm86: ## the image for RTX 30, A10, A40, older drivers too (RELEASE=)
 	$(PYTHON) tools/images.py build --variant sm86 --release '$(RELEASE)' $(IMAGE_ARGS)
 
 test-images: ## build every image on a stand-in of its base, and the compose file's cpu service (starts an engine)
-	.ci/engine.sh $(PYTHON) -m pytest -q -rs tests/images tests/compose $(ARGS)
+	PATH="$(CURDIR)/tests/compose/hooks:$$PATH" .ci/engine.sh $(PYTHON) -m pytest -q -rs tests/images tests/compose $(ARGS)
 
 lint: ## ruff, mypy and shellcheck
 	ruff check

@@ -7,6 +7,7 @@ import contextlib
 import http.client
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -44,6 +45,41 @@ def compose_found() -> None:
 def engine(compose_found) -> None:
     if docker("info", check=False).returncode:
         pytest.skip("no Docker engine answers: start one to run these tests")
+
+
+@pytest.fixture(scope="session")
+def image(engine) -> str:
+    """The CPU image: real vLLM, patched.
+
+    Built on a base made of this machine, with the tests' environment of the pin for its own, so that neither a registry
+    nor gigabytes of packages are asked for. VLLM_OFFLOAD_CPU_IMAGE names one that is there already.
+    """
+    if named := os.environ.get("VLLM_OFFLOAD_CPU_IMAGE"):
+        return named
+    if Path("/etc/debian_version").read_text().split(".")[0] != "12":
+        pytest.skip("the base's stand-in is made of a Debian 12: build docker/cpu, name it in VLLM_OFFLOAD_CPU_IMAGE")
+    import envs
+
+    base, tag = "vllm-offload-test/bookworm:latest", "vllm-offload-test/cpu:v0.32.0"
+    environment = envs.make("v0.32.0").parent.parent / "lib" / envs.PYTHON
+    envs.run(ROOT / "tests" / "compose" / "base.sh", base)
+    given = ("--build-arg", f"BASE={base}", "--build-context", f"environment={environment}")
+    docker("buildx", "build", "--load", "-f", "docker/cpu/Dockerfile", *given, "-t", tag, ".")
+    return tag
+
+
+@pytest.fixture(scope="session")
+def gpu_service(image) -> dict[str, str]:
+    """Settings with which the `vllm` service, as it stands, starts on a machine without a GPU."""
+    tried = docker("run", "--rm", "--gpus", "all", "--entrypoint", "true", image, check=False)
+    if tried.returncode:
+        why = (tried.stdout + tried.stderr).strip().splitlines()[-1]
+        pytest.skip(f"the engine grants no GPU: {why}: start dockerd with tests/compose/hooks on its PATH")
+    settings = {"IMAGE": image, "MODEL": "/models/tiny-moe", "SERVED_NAME": "tiny-moe", "MAX_MODEL_LEN": "1024"}
+    settings |= {"OFFLOAD_GB": "1", "MODEL_ARGS": "--enforce-eager"}
+    _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    # An engine without CAP_SYS_RESOURCE cannot lift its own limit.
+    return settings if hard == resource.RLIM_INFINITY else settings | {"MEMLOCK": str(hard)}
 
 
 @pytest.fixture(scope="session")

@@ -41,8 +41,8 @@ def _room(machine: Machine, asked: Asked, place: Path) -> Line:
     if free >= need:
         return Line(NAME, OK, found)
     step = (
-        f"Free {gib(need - free)} more (WSL: its disk may be full while Windows' is not), or put the cache elsewhere: the "
-        "volume `cache` of docker-compose.yml, without Docker HF_HOME"
+        f"Free {gib(need - free)} more (WSL: its disk may be full while Windows' is not), or put the cache elsewhere: "
+        "the volume `cache` of docker-compose.yml, without Docker HF_HOME"
     )
     return Line(NAME, WARN, found, step)
 
