@@ -15,7 +15,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import docker as sdk
 import pytest
+from docker.models.containers import Container
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
@@ -41,10 +43,17 @@ def compose_found() -> None:
         pytest.skip("docker has no compose plugin (Debian: apt-get install docker-compose)")
 
 
+def client() -> sdk.DockerClient:
+    """The engine that `docker` would ask."""
+    return sdk.from_env()
+
+
 @pytest.fixture(scope="session")
 def engine(compose_found) -> None:
-    if docker("info", check=False).returncode:
-        pytest.skip("no Docker engine answers: start one to run these tests")
+    try:
+        client().ping()
+    except sdk.errors.DockerException:
+        pytest.skip("no Docker engine answers: start one to run these tests (make test-images)")
 
 
 @pytest.fixture(scope="session")
@@ -56,7 +65,8 @@ def image(engine) -> str:
     """
     if named := os.environ.get("VLLM_OFFLOAD_CPU_IMAGE"):
         return named
-    if Path("/etc/debian_version").read_text().split(".")[0] != "12":
+    debian = Path("/etc/debian_version")
+    if not debian.exists() or debian.read_text().split(".")[0] != "12":
         pytest.skip("the base's stand-in is made of a Debian 12: build docker/cpu, name it in VLLM_OFFLOAD_CPU_IMAGE")
     import envs
 
@@ -71,10 +81,11 @@ def image(engine) -> str:
 @pytest.fixture(scope="session")
 def gpu_service(image) -> dict[str, str]:
     """Settings with which the `vllm` service, as it stands, starts on a machine without a GPU."""
-    tried = docker("run", "--rm", "--gpus", "all", "--entrypoint", "true", image, check=False)
-    if tried.returncode:
-        why = (tried.stdout + tried.stderr).strip().splitlines()[-1]
-        pytest.skip(f"the engine grants no GPU: {why}: start dockerd with tests/compose/hooks on its PATH")
+    gpus = sdk.types.DeviceRequest(driver="nvidia", count=-1, capabilities=[["gpu"]])
+    try:
+        client().containers.run(image, entrypoint="true", remove=True, device_requests=[gpus])
+    except sdk.errors.APIError as why:
+        pytest.skip(f"the engine grants no GPU ({why.explanation}): start dockerd with tests/compose/hooks on its PATH")
     settings = {"IMAGE": image, "MODEL": "/models/tiny-moe", "SERVED_NAME": "tiny-moe", "MAX_MODEL_LEN": "1024"}
     settings |= {"OFFLOAD_GB": "1", "MODEL_ARGS": "--enforce-eager"}
     _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -110,10 +121,11 @@ class Project:
         done = docker(*line, check=check, **{**self.variables, **variables})
         return done.stdout + done.stderr
 
-    def container(self) -> dict[str, Any]:
-        found = docker("ps", "-aq", "--filter", f"label=com.docker.compose.project={self.name}").stdout.split()
+    def container(self) -> Container:
+        """The project's one container, as the engine sees it now."""
+        found = client().containers.list(all=True, filters={"label": f"com.docker.compose.project={self.name}"})
         assert len(found) == 1, found
-        return json.loads(docker("inspect", found[0]).stdout)[0]
+        return found[0]
 
     def status(self, service: str) -> str:
         """As `docker compose ps -a` shows it."""

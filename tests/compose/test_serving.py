@@ -15,6 +15,7 @@ import time
 
 import pytest
 from conftest import Project
+from docker.models.containers import Container
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(900)]
 
@@ -61,15 +62,15 @@ def events(answer: http.client.HTTPResponse) -> list[str]:
     return [line[6:].decode().strip() for line in answer if line.startswith(b"data: ")]
 
 
-def ended(project: Project, service: str) -> dict:
+def ended(project: Project, service: str) -> Container:
     """The container, once it has ended for good: two more attempts, then it stays down."""
     until = time.monotonic() + 180
-    while "Exited" not in (status := project.status(service)) or project.container()["RestartCount"] < 2:
+    while "Exited" not in (status := project.status(service)) or project.container().attrs["RestartCount"] < 2:
         assert time.monotonic() < until, status
         time.sleep(1)
     time.sleep(5)
     container = project.container()
-    assert (container["State"]["Status"], container["RestartCount"]) == ("exited", 2)
+    assert (container.status, container.attrs["RestartCount"]) == ("exited", 2)
     return container
 
 
@@ -82,12 +83,12 @@ def test_from_start_to_stop(project):
 
     # Nothing is open but the loopback port, and the key is in no command line.
     container = project.container()
-    assert container["NetworkSettings"]["Ports"] == {
-        "8000/tcp": [{"HostIp": "127.0.0.1", "HostPort": str(project.port)}]
-    }
-    assert KEY not in project("top", "vllm") + json.dumps([container["Path"], container["Args"]]) + log
-    assert container["Config"]["User"] == "2000:0" and container["HostConfig"]["CapDrop"] == ["ALL"]
-    assert container["HostConfig"]["DeviceRequests"], "a GPU was asked for"
+    assert container.ports == {"8000/tcp": [{"HostIp": "127.0.0.1", "HostPort": str(project.port)}]}
+    said = json.dumps([container.top(), container.attrs["Path"], container.attrs["Args"]])
+    assert KEY not in said + log
+    host = container.attrs["HostConfig"]
+    assert container.attrs["Config"]["User"] == "2000:0" and host["CapDrop"] == ["ALL"]
+    assert host["DeviceRequests"], "a GPU was asked for"
 
     # The key counts.
     for key in ("", "wrong"):
@@ -126,7 +127,7 @@ def test_from_start_to_stop(project):
     seconds = time.monotonic() - began
     client.join(30)
     assert not client.is_alive()
-    state = project.container()["State"]
+    state = project.container().attrs["State"]
     print(f"stopped in {seconds:.1f} s, exit status {state['ExitCode']}, {len(said)} lines; the last: {said[-1][:200]}")
     assert seconds < 55 and state["ExitCode"] in (0, 143) and not state["OOMKilled"], state
     assert said[-1] == "data: [DONE]", said[-1]
@@ -171,7 +172,7 @@ def test_too_little_memory_is_refused_with_figures(project):
     asked = {"MODEL": "Sehyo/Qwen3.5-35B-A3B-NVFP4", "OFFLOAD_GB": "16", "MEMORY_LIMIT": "4g"}
     project("up", "-d", "vllm", **asked)
     container = ended(project, "vllm")
-    assert container["HostConfig"]["Memory"] == 4 * 2**30 and not container["State"]["OOMKilled"]
+    assert container.attrs["HostConfig"]["Memory"] == 4 * 2**30 and not container.attrs["State"]["OOMKilled"]
     assert project.status("vllm").startswith("Exited (78)")
     log = project("logs", "--no-log-prefix", "vllm")
     assert log.count("FAIL plan") == 3 and log.count("entrypoint: not serving") == 3, log
