@@ -8,16 +8,54 @@ ARG RELEASE=v0.26.0
 ARG VARIANT=cu130
 # Another base than the official one, or that one by its digest.
 ARG BASE=""
+# What the variant `slim` is built up from.
+ARG SLIM_BASE=python:3.12-slim-bookworm
 
 # As patches/releases.toml has them; a test compares. The builder pulls the one that is asked for.
-FROM vllm/vllm-openai:v0.18.0-cu130 AS official-v0.18.0-cu130
-FROM vllm/vllm-openai:v0.18.0 AS official-v0.18.0-sm86
-FROM vllm/vllm-openai:v0.26.0 AS official-v0.26.0-cu130
-FROM vllm/vllm-openai:v0.26.0-cu129 AS official-v0.26.0-sm86
-FROM vllm/vllm-openai:v0.32.0-cu129 AS official-v0.32.0-sm86
+FROM vllm/vllm-openai:v0.18.0-cu130 AS base-v0.18.0-cu130
+FROM vllm/vllm-openai:v0.18.0 AS base-v0.18.0-sm86
+FROM vllm/vllm-openai:v0.26.0 AS base-v0.26.0-cu130
+FROM vllm/vllm-openai:v0.26.0-cu129 AS base-v0.26.0-sm86
+FROM vllm/vllm-openai:v0.32.0-cu129 AS base-v0.32.0-sm86
+
+# A child cannot shrink its parent, so `slim` has another one: a Python and the release's wheel, every package by its
+# hash (docker/slim/TAG.txt), less what its GPUs, those before Hopper, can't load. It has no CUDA toolkit, and so nothing
+# of FlashInfer, which compiles on first use: cards that vLLM gives it to (MoE on an RTX 50, say) have no slim image.
+# Hosts with a package index or a CA of their own: --secret id=pip,src=pip.conf --secret id=ca,src=bundle.pem
+FROM ${SLIM_BASE} AS slim
+ARG RELEASE
+# hadolint ignore=DL3002
+USER 0:0
+# Triton compiles a little C around each kernel when it first runs.
+RUN command -v gcc >/dev/null || { \
+        apt-get update -q \
+        && apt-get install -y -q --no-install-recommends gcc libc6-dev \
+        && rm -rf /var/lib/apt/lists/*; }
+# One layer, since a later one would hide files and not remove them. Bytecode is checked by its source's hash, as
+# install.py's is, and so it is the same in every build; a few packages hold files that no Python 3.12 can compile.
+RUN --mount=type=bind,source=docker/slim,target=/tmp/slim \
+    --mount=type=bind,source=docker/arch.py,target=/tmp/arch.py \
+    --mount=type=secret,id=pip \
+    --mount=type=secret,id=ca \
+    export PYTHONDONTWRITEBYTECODE=1 PYTHONHASHSEED=0 \
+    && if [ -f /run/secrets/pip ]; then export PIP_CONFIG_FILE=/run/secrets/pip; fi \
+    && if [ -f /run/secrets/ca ]; then export PIP_CERT=/run/secrets/ca; fi \
+    && python3 -m pip install --root-user-action=ignore --disable-pip-version-check --progress-bar=off --no-compile \
+        --no-cache-dir --no-deps --require-hashes --only-binary=:all: -r "/tmp/slim/${RELEASE}.txt" \
+    && python3 -m pip check \
+    && python3 /tmp/slim/prune.py \
+    && { python3 -m compileall -q -q -j 0 --invalidation-mode checked-hash "$(python3 -c \
+        'import sysconfig; print(sysconfig.get_path("purelib"))')" || true; }
+# The driver finds its way in by these, as NVIDIA's own images have them.
+ENV NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility
+
+# The wheels on PyPI are each built for one CUDA; this one's libraries are 13.0's (driver R580).
+FROM slim AS base-v0.26.0-slim
+ENV NVIDIA_REQUIRE_CUDA="cuda>=13.0"
 
 # hadolint ignore=DL3006
-FROM ${BASE:-official-${RELEASE}-${VARIANT}} AS base
+FROM ${BASE:-base-${RELEASE}-${VARIANT}} AS base
 # Some bases have another one; the image ends as 2000:0.
 # hadolint ignore=DL3002,DL3066
 USER 0:0
@@ -47,6 +85,12 @@ ARG REQUIRE="cuda>=12.0 driver>=525.60.13"
 ENV NVIDIA_REQUIRE_CUDA="${REQUIRE}" \
     TORCH_CUDA_ARCH_LIST=8.6
 RUN rm -rf /usr/local/cuda/compat /usr/local/cuda-*/compat && ldconfig
+
+FROM base AS variant-slim
+# The doctor refuses newer GPUs: their kernels were taken out. FlashInfer's sampler would be compiled.
+ENV TORCH_CUDA_ARCH_LIST="8.0 8.6 8.9" \
+    VLLM_OFFLOAD_ARCHS="8.0 8.6 8.9" \
+    VLLM_USE_FLASHINFER_SAMPLER=0
 
 # hadolint ignore=DL3006
 FROM variant-${VARIANT} AS image

@@ -39,9 +39,11 @@ COMMON = [
 VARIANTS = {
     "cu130": (("8.0", "8.6", "8.9", "9.0", "10.0", "12.0"), [*COMMON, (("vllm/vllm_flash_attn/_vllm_fa3_C",), HOPPER)]),
     "sm86": (("8.6",), COMMON),
+    # Every one before Hopper: docker/slim/prune.py takes out what is for later ones.
+    "slim": (("8.0", "8.6", "8.9"), COMMON),
 }
 # sm86 serves old drivers, which can't compile the PTX of a newer CUDA: there, only SASS counts.
-SASS_ALONE = ("sm86",)
+SASS_ALONE = ("sm86", "slim")
 # FlashInfer's precompiled sampler, used by default where the package is there; where it is not, it is compiled on use.
 FLASHINFER = "flashinfer_jit_cache"
 

@@ -6,8 +6,11 @@
     tools/images.py build [--release TAG] [--variant V] [--name NAME] [--base BASE] [--push]
                           [-- more arguments of docker buildx build]
 
-Without --release: the newest pin that has the variant; without --variant: both; `--release all`: every pin. The result
-is NAME:TAG-VARIANT (NAME: vllm-offload), such as vllm-offload:v0.26.0-sm86. --push adds provenance and an SBOM.
+Without --release: the newest pin that has the variant; without --variant: cu130 and sm86; `--release all`: every pin.
+The result is NAME:TAG-VARIANT (NAME: vllm-offload), such as vllm-offload:v0.26.0-sm86. --push adds provenance and SBOM.
+
+The third variant, slim, is for the GPUs before Hopper too, and comes only when it is named: it stands on a Python image
+and the packages of docker/slim/TAG.txt, so its build needs a package index.
 """
 
 from __future__ import annotations
@@ -25,7 +28,15 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import vllm_offload as cli  # noqa: E402
 
-VARIANTS = ("cu130", "sm86")
+VARIANTS = ("cu130", "sm86")  # children of an official image
+SLIM = "slim"
+SLIM_BASE = "python:3.12-slim-bookworm"  # as the Dockerfile has it, and the locks are for; a test compares
+# Pins without a slim image: why, and what to build instead. PyPI has one build of each release, for one CUDA.
+NO_SLIM = {
+    "v0.18.0": "no lock of its packages has been tried: --variant sm86",
+    "v0.32.0": "it is the pin for drivers before R580, and the wheel on PyPI is built for CUDA 13: --variant sm86, or "
+    "--release v0.26.0",
+}
 
 
 class Image(NamedTuple):
@@ -42,6 +53,8 @@ def chosen(release: str | None, variant: str | None) -> list[Image]:
     pins = cli.releases()
     if release not in (None, "", "all", *pins):
         raise cli.Refused(f"{release} is no pin; pins: {', '.join(pins)}")
+    if variant == SLIM:
+        return chosen_slim(release, [*pins])
     images = [
         Image(tag, v, entry["images"][v])
         for tag, entry in pins.items()
@@ -56,6 +69,17 @@ def chosen(release: str | None, variant: str | None) -> list[Image]:
         have = ", ".join(tag for tag, entry in pins.items() if variant in entry.get("images", {})) or "none"
         raise cli.Refused(f"{release} names no {variant or 'image'} in patches/releases.toml; pins that do: {have}")
     return images
+
+
+def chosen_slim(release: str | None, pins: list[str]) -> list[Image]:
+    """The slim images that are asked for: of the pins that have a lock."""
+    have = [tag for tag in pins if (ROOT / "docker" / "slim" / f"{tag}.txt").is_file()]
+    if release in (None, ""):
+        have = have[-1:]
+    elif release != "all" and release not in have:
+        why = NO_SLIM.get(release or "", "docker/slim has no lock of it: --variant sm86")
+        raise cli.Refused(f"{release} has no slim image: {why}; pins that have one: {', '.join(have) or 'none'}")
+    return [Image(tag, SLIM, SLIM_BASE) for tag in have if release in (None, "", "all", tag)]
 
 
 def output(*command: str) -> str | None:
@@ -104,7 +128,7 @@ def build(image: Image, name: str, push: bool, more: list[str]) -> None:
     if output("git", "status", "--porcelain"):
         revision += "-dirty" if revision else ""
     arguments = {
-        "BASE": base,
+        "SLIM_BASE" if image.variant == SLIM else "BASE": base,
         "BASE_NAME": image.base.partition("@")[0],
         "BASE_DIGEST": digest,
         "RELEASE": image.release,
@@ -130,7 +154,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["names", "build"])
     parser.add_argument("--release", metavar="TAG")
-    parser.add_argument("--variant", choices=VARIANTS)
+    parser.add_argument("--variant", choices=(*VARIANTS, SLIM))
     parser.add_argument("--name", default="vllm-offload")
     parser.add_argument("--json", action="store_true", help="names: as a list for a workflow's matrix")
     parser.add_argument("--base", help="instead of the one that patches/releases.toml names")

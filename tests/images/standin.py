@@ -53,6 +53,19 @@ PACKAGES = [
     "libstdc++6",
     "libgcc-s1",
 ]
+# What python:*-slim has not, and the Dockerfile's slim stage would fetch.
+COMPILER = [
+    "binutils",
+    "binutils-common",
+    "binutils-x86-64-linux-gnu",
+    "cpp-12",
+    "gcc",
+    "gcc-12",
+    "libc6-dev",
+    "libcrypt-dev",
+    "libgcc-12-dev",
+    "linux-libc-dev",
+]
 MERGED = ("bin", "sbin", "lib", "lib64")  # links into usr, as Debian and Ubuntu have them
 UNUSED = re.compile(r"/usr/share/(doc|man|locale|info|lintian|bash-completion)/")
 OURS = "vllm-offload.images-test=1"  # inherited by all that is built on a stand-in; what has it may be removed
@@ -130,15 +143,17 @@ class Tar:
                 self.stream(name, os.path.getsize(source), f, os.stat(source).st_mode & 0o755)
 
 
-def system(file) -> None:
-    """Programs and a CPython in /usr/local, without vLLM."""
-    listed = subprocess.run(["dpkg", "-L", *PACKAGES], capture_output=True, text=True).stdout.splitlines()
+def system(file, compiler: bool = False) -> None:
+    """Programs and a CPython in /usr/local, without vLLM; with `compiler` also one of C, Python's headers and pip."""
+    packages = [*PACKAGES, *(COMPILER if compiler else [])]
+    listed = subprocess.run(["dpkg", "-L", *packages], capture_output=True, text=True).stdout.splitlines()
     files = sorted({path for path in listed if path.startswith("/") and not UNUSED.match(path)})
     interpreter = python()
     version = asked(interpreter, "'python%d.%d' % sys.version_info[:2]")
     stdlib = Path(asked(interpreter, "sysconfig.get_path('stdlib')"))
     binary = asked(interpreter, "__import__('os').path.realpath(sys.executable)")
-    programs = [p for p in files if re.match(r"/(usr/)?s?bin/", p) and os.path.isfile(p)]
+    programs = [p for p in files if re.match(r"/((usr/)?s?bin|usr/lib/gcc)/", p) and os.access(p, os.X_OK)]
+    programs = [p for p in programs if os.path.isfile(p)]
     libraries = linked([*programs, binary, *map(str, (stdlib / "lib-dynload").glob("*.so"))])
     tar = Tar(file)
     for name in MERGED:
@@ -162,6 +177,14 @@ def system(file) -> None:
     tar.text(f"usr/local/lib/{version}/site-packages/official.pth", packages + "\n")
     for path in sorted(Path(stdlib.parent).glob("libpython*.so*")):
         tar.copy(str(path), f"/usr/local/lib/{path.name}")
+    if compiler:
+        headers = Path(asked(interpreter, "sysconfig.get_path('include')"))
+        for path in sorted(headers.rglob("*.h")):
+            tar.copy(str(path), f"/usr/local/include/{version}/{path.relative_to(headers)}")
+        with zipfile.ZipFile(next((stdlib / "ensurepip" / "_bundled").glob("pip-*.whl"))) as z:
+            for info in filter(lambda info: not info.is_dir(), z.infolist()):
+                with z.open(info) as f:
+                    tar.stream(f"usr/local/lib/{version}/site-packages/{info.filename}", info.file_size, f)
     tar.tar.close()
 
 
@@ -192,14 +215,20 @@ def change(base: str, tag: str, fill, changes: list[str] = ()) -> None:
         docker("rm", container)
 
 
+def imported(tag: str, compiler: bool = False, changes: list[str] = ()) -> None:
+    """`tag`: an image of what `system` writes."""
+    command = ["docker", "import", *[part for text in changes for part in ("--change", text)], "-", tag]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as load:
+        system(load.stdin, compiler)
+        load.stdin.close()
+        if load.wait():
+            raise RuntimeError("docker import failed")
+
+
 def make(tag: str, system_tag: str, wheel: Path) -> None:
     """A base under `tag`, like the official one of the wheel's release."""
     if not docker("image", "ls", "-q", system_tag):
-        with subprocess.Popen(["docker", "import", "-", system_tag], stdin=subprocess.PIPE) as load:
-            system(load.stdin)
-            load.stdin.close()
-            if load.wait():
-                raise RuntimeError("docker import failed")
+        imported(system_tag)
     where = "import sysconfig; print([p for p in __import__('sys').path if p.endswith('dist-packages')][0])"
     packages = docker("run", "--rm", "--network=none", system_tag, "/usr/local/bin/python3", "-c", where)
     changes = [

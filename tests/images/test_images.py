@@ -162,7 +162,7 @@ def test_revert_inside_gives_the_release_back(base, build):
 def test_the_dockerfile_names_the_bases_of_the_pins():
     """Compose builds with RELEASE and VARIANT alone, and the Dockerfile can't read a table."""
     text = (ROOT / "Dockerfile").read_text()
-    named = {m[2]: m[1] for m in re.finditer(r"(?m)^FROM (\S+) AS official-(\S+)$", text)}
+    named = {m[2]: m[1] for m in re.finditer(r"(?m)^FROM (\S+/\S+) AS base-(\S+)$", text)}
     assert named == {f"{tag}-{variant}": PINS[tag]["images"][variant] for tag, variant in IMAGES}
 
 
