@@ -7,7 +7,7 @@
                           [-- more arguments of docker buildx build]
 
 Without --release: the newest pin that has the variant; without --variant: both; `--release all`: every pin. The result
-is NAME:TAG-VARIANT (NAME: vllm-offload), such as vllm-offload:v0.26.0-sm86. --push adds provenance and an SBOM.
+is NAME:TAG-VARIANT (NAME: vllm-offload), such as vllm-offload:v0.33.0-sm86. --push adds provenance and an SBOM.
 """
 
 from __future__ import annotations
