@@ -207,7 +207,7 @@ def test_v2_runner_makes_the_offloader_before_it_builds_a_model(monkeypatch):
     )
     constructor = inspect.getsource(module.GPUModelRunner.__init__)
     if "set_offloader" in constructor:  # from v0.29.0 on; it needs a GPU
-        assert "set_offloader(create_offloader(" in constructor and "load_model" not in constructor
+        assert "set_offloader(create_offloader(" in constructor and "get_model_loader" not in constructor
         return
     with pytest.raises(Stop):
         module.GPUModelRunner.load_model(runner)
