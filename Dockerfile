@@ -4,7 +4,7 @@
 #
 # Nothing is fetched but the base, and layers stand in the order in which their causes change: a new patch rebuilds the
 # last ones alone. There is no `# syntax=` line, which would need a pull of its own.
-ARG RELEASE=v0.26.0
+ARG RELEASE=v0.33.0
 ARG VARIANT=cu130
 # Another base than the official one, or that one by its digest.
 ARG BASE=""
@@ -17,6 +17,8 @@ FROM vllm/vllm-openai:v0.18.0 AS base-v0.18.0-sm86
 FROM vllm/vllm-openai:v0.26.0 AS base-v0.26.0-cu130
 FROM vllm/vllm-openai:v0.26.0-cu129 AS base-v0.26.0-sm86
 FROM vllm/vllm-openai:v0.32.0-cu129 AS base-v0.32.0-sm86
+FROM vllm/vllm-openai:v0.33.0 AS base-v0.33.0-cu130
+FROM vllm/vllm-openai:v0.33.0 AS base-v0.33.0-sm86
 
 # A child cannot shrink its parent, so `slim` has another one: a Python and the release's wheel, every package by its
 # hash (docker/slim/TAG.txt), less what its GPUs, those before Hopper, can't load. It has no CUDA toolkit, and so nothing
@@ -78,12 +80,21 @@ FROM base AS variant-cu130
 # The base's list may name architectures that its own compiler refuses (7.0 with CUDA 13).
 ENV TORCH_CUDA_ARCH_LIST="8.0 8.6 8.9 9.0 10.0 12.0"
 
-FROM base AS variant-sm86
 # CUDA 12.9 asks for its own driver, though 12.0's runs code that was compiled for the card: no PTX, so nothing newer.
+FROM base AS cuda12
+ENV NVIDIA_REQUIRE_CUDA="cuda>=12.0 driver>=525.60.13"
+FROM cuda12 AS sm86-v0.18.0
+FROM cuda12 AS sm86-v0.26.0
+FROM cuda12 AS sm86-v0.32.0
+# From here on there are bases of CUDA 13 alone. They let data centre cards with an older driver pass, by way of the
+# compatibility libraries that go below.
+FROM base AS sm86-v0.33.0
+ENV NVIDIA_REQUIRE_CUDA="cuda>=13.0"
+
+# hadolint ignore=DL3006
+FROM sm86-${RELEASE} AS variant-sm86
 # On GeForce the compatibility libraries only break things (errors 803 and 804), and the toolkit may put them first.
-ARG REQUIRE="cuda>=12.0 driver>=525.60.13"
-ENV NVIDIA_REQUIRE_CUDA="${REQUIRE}" \
-    TORCH_CUDA_ARCH_LIST=8.6
+ENV TORCH_CUDA_ARCH_LIST=8.6
 RUN rm -rf /usr/local/cuda/compat /usr/local/cuda-*/compat && ldconfig
 
 FROM base AS variant-slim

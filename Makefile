@@ -24,13 +24,13 @@ demo: ## real vLLM without a GPU, experts in other memory: are the tokens equal?
 test: ## every test that needs no GPU
 	$(PYTHON) tools/test.py $(ARGS)
 
-images: ## cu130 and sm86 of every pin (RELEASE=v0.26.0 for one; NAME=, ARGS=)
+images: ## cu130 and sm86 of every pin (RELEASE=v0.33.0 for one; NAME=, ARGS=)
 	$(PYTHON) tools/images.py build --release $(or $(RELEASE),all) $(IMAGE_ARGS)
 
 image-cu130: ## the image for CUDA 13 drivers, newest pin that has it (RELEASE=)
 	$(PYTHON) tools/images.py build --variant cu130 --release '$(RELEASE)' $(IMAGE_ARGS)
 
-image-sm86: ## the image for RTX 30, A10, A40, older drivers too (RELEASE=)
+image-sm86: ## the image for RTX 30, A10, A40; RELEASE=v0.32.0: older drivers too
 	$(PYTHON) tools/images.py build --variant sm86 --release '$(RELEASE)' $(IMAGE_ARGS)
 
 # 8.4 GB instead of about 26, of packages that the index gives: ARGS="--secret id=pip,src=pip.conf" for one of your own.

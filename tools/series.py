@@ -6,6 +6,7 @@
     tools/series.py check            every series applies to its real wheel, and every touched file compiles
     tools/series.py tree TAG DIR     the wheel's Python in DIR, patched
     tools/series.py checkout TAG     build/TAG: a git repository of the pin, one commit a patch
+    tools/series.py start TAG FROM   the same for a pin that has no series yet: git merges that of the pin FROM into it
     tools/series.py export TAG       commits of build/TAG back to patches/TAG, and the hashes of the files they touch
 
 In a checkout, a commit is a patch: its first line is the patch's subject, the rest its header (DEP-3 fields).
@@ -29,13 +30,19 @@ import vllm_offload as cli  # noqa: E402
 
 CACHE = Path.home() / ".cache" / "vllm-offload" / "wheels"
 BASE = "upstream"
+MORE = {"tree": " and a DIR", "start": " and a FROM"}
+
+
+def attempt(folder: Path, *arguments: str, given: bytes | None = None) -> subprocess.CompletedProcess[bytes]:
+    """git, of `folder` alone: a user's settings would change prefixes, line ends or the diff's algorithm."""
+    environment = {**os.environ, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
+    command = ["git", "-c", "user.name=vllm-offload", "-c", "user.email=series@localhost", *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, input=given, capture_output=True)
 
 
 def git(folder: Path, *arguments: str, given: bytes | None = None) -> bytes:
-    """What git says, of `folder` alone: a user's settings would change prefixes, line ends or the diff's algorithm."""
-    environment = {**os.environ, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
-    command = ["git", "-c", "user.name=vllm-offload", "-c", "user.email=series@localhost", *arguments]
-    done = subprocess.run(command, cwd=folder, env=environment, input=given, capture_output=True)
+    """What git says; its failure ends the program."""
+    done = attempt(folder, *arguments, given=given)
     if done.returncode:
         sys.exit(f"{folder}: git {' '.join(arguments)}: {done.stderr.decode(errors='replace')}")
     return done.stdout
@@ -91,17 +98,55 @@ def check(tag: str) -> None:
 
 def checkout(tag: str) -> Path:
     """The pin and its series as commits; `build/TAG` is there only once every patch is in it."""
+    folder, part = prepare(tag)
+    git(part, "init", "-q", "-b", "series")
+    commit_release(tag, part)
+    git(part, "tag", BASE)
+    commit_series(tag, part)
+    part.rename(folder)
+    return folder
+
+
+def start(tag: str, like: str) -> str:
+    """build/TAG for a new pin: the commits of the pin `like`, each merged by git into the new release."""
+    if (cli.PATCHES / tag / "series").exists():
+        sys.exit(f"patches/{tag} has a series: tools/series.py checkout {tag}")
+    folder, part = prepare(tag)
+    git(part, "init", "-q", "-b", like)
+    commit_release(like, part)
+    git(part, "tag", "old")
+    commit_series(like, part)
+    git(part, "checkout", "-q", "-b", "series", "old")
+    git(part, "rm", "-q", "-r", "vllm")
+    for info in part.glob("*.dist-info"):
+        shutil.rmtree(info)
+    commit_release(tag, part)
+    git(part, "tag", BASE)
+    part.rename(folder)
+    if not attempt(folder, "cherry-pick", f"old..{like}").returncode:
+        return f"{folder}: every patch merged; read each, then tools/series.py export {tag}"
+    conflicts = git(folder, "diff", "--name-only", "--diff-filter=U").decode().split()
+    return f"{folder}: git stopped at {', '.join(conflicts)}; mend that, git add, git cherry-pick --continue"
+
+
+def prepare(tag: str) -> tuple[Path, Path]:
+    """(build/TAG, which must not be there; an empty folder to make it in)."""
     folder = ROOT / "build" / tag
     if folder.exists():
         sys.exit(f"{folder} exists: export what is in it, remove it, and check out again")
     part = folder.with_name(f".{tag}.part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
+    return folder, part
+
+
+def commit_release(tag: str, part: Path) -> None:
     unpack(tag, part)
-    git(part, "init", "-q", "-b", "series")
     git(part, "add", "-f", "vllm")
     git(part, "commit", "-q", "-m", f"vllm {tag}, as its wheel has it")
-    git(part, "tag", BASE)
+
+
+def commit_series(tag: str, part: Path) -> None:
     for name, text in cli.read_series(cli.PATCHES / tag):
         for path, _, hunks in cli.parse_patch(name, text):
             file = part / path
@@ -110,8 +155,6 @@ def checkout(tag: str) -> Path:
             git(part, "add", "-f", path)
         header = cli.FILE.split(text)[0].removeprefix(b"Subject: ")
         git(part, "commit", "-q", "-a", "--cleanup=verbatim", "-F", "-", given=header)
-    part.rename(folder)
-    return folder
 
 
 def export(tag: str) -> list[str]:
@@ -152,9 +195,9 @@ def export(tag: str) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["fetch", "check", "tree", "checkout", "export"])
+    parser.add_argument("command", choices=["fetch", "check", "tree", "checkout", "start", "export"])
     parser.add_argument("tag", nargs="?")
-    parser.add_argument("folder", nargs="?", type=Path)
+    parser.add_argument("more", nargs="?", metavar="DIR|FROM")
     a = parser.parse_args()
     if a.command == "fetch":
         for tag in cli.releases():
@@ -162,14 +205,17 @@ def main() -> None:
     elif a.command == "check":
         for tag in [a.tag] if a.tag else cli.releases():
             check(tag)
-    elif a.tag is None or (a.command == "tree" and a.folder is None):
-        parser.error(f"{a.command} needs a TAG" + (" and a DIR" if a.command == "tree" else ""))
+    elif a.tag is None or (a.command in MORE and a.more is None):
+        parser.error(f"{a.command} needs a TAG{MORE.get(a.command, '')}")
     elif a.command == "tree":
-        if a.folder.exists() and any(a.folder.iterdir()) and not (a.folder / "vllm" / "__init__.py").is_file():
-            sys.exit(f"{a.folder} holds something other than a vllm: it would be removed; give another folder")
-        shutil.rmtree(a.folder, ignore_errors=True)
-        unpack(a.tag, a.folder)
-        print(cli.apply(a.folder.resolve(), pin(a.tag).entry["version"]))
+        folder = Path(a.more)
+        if folder.exists() and any(folder.iterdir()) and not (folder / "vllm" / "__init__.py").is_file():
+            sys.exit(f"{folder} holds something other than a vllm: it would be removed; give another folder")
+        shutil.rmtree(folder, ignore_errors=True)
+        unpack(a.tag, folder)
+        print(cli.apply(folder.resolve(), pin(a.tag).entry["version"]))
+    elif a.command == "start":
+        print(start(a.tag, a.more))
     elif a.command == "checkout":
         print(f"{checkout(a.tag)}: edit, commit, then tools/series.py export {a.tag}")
     else:

@@ -49,7 +49,7 @@ def test_defaults(config):
     vllm = services["vllm"]
     assert "profiles" not in vllm, "`docker compose up` without a profile starts it"
     assert [services[name]["profiles"] for name in ("doctor", "bench", "cpu")] == [["doctor"], ["bench"], ["cpu"]]
-    assert vllm["image"] == "vllm-offload:v0.26.0-cu130"
+    assert vllm["image"] == "vllm-offload:v0.33.0-cu130"
     assert vllm["command"][0] == "Sehyo/Qwen3.5-35B-A3B-NVFP4"
     assert flag(vllm, "--cpu-offload-params") == "experts" and float(flag(vllm, "--cpu-offload-gb")) > 0
     assert flag(vllm, "--reasoning-parser") == "qwen3" and flag(vllm, "--tool-call-parser") == "qwen3_coder"
@@ -61,7 +61,7 @@ def test_defaults(config):
     assert int(vllm["shm_size"]) == 8 * 2**30 and vllm["ulimits"] == {"memlock": -1}
     (device,) = vllm["deploy"]["resources"]["reservations"]["devices"]
     assert device["capabilities"] == ["gpu"] and device["count"] == -1
-    assert vllm["build"]["args"] == {"RELEASE": "v0.26.0", "VARIANT": "cu130", "BASE": ""}
+    assert vllm["build"]["args"] == {"RELEASE": "v0.33.0", "VARIANT": "cu130", "BASE": ""}
 
 
 def test_default_images_are_of_pins(config):

@@ -16,6 +16,7 @@ from standin import NAME, PINS, ROOT, series
 
 pytestmark = pytest.mark.images
 IMAGES = [(tag, variant) for tag, pin in PINS.items() for variant in pin["images"]]
+CUDA_13 = {"v0.33.0"}  # pins without a base of CUDA 12
 OFFLOAD = "/opt/vllm-offload/vllm_offload.py"
 INSPECT = """
 import importlib.util, json, os, pathlib, sys
@@ -47,7 +48,8 @@ def test_every_image(base, build, tag, variant):
     env = found["env"]
     assert env["VLLM_IMAGE_TAG"] == f"vllm-offload:{tag}-{variant}"
     if variant == "sm86":
-        assert env["NVIDIA_REQUIRE_CUDA"] == "cuda>=12.0 driver>=525.60.13" and env["TORCH_CUDA_ARCH_LIST"] == "8.6"
+        asked = "cuda>=13.0" if tag in CUDA_13 else "cuda>=12.0 driver>=525.60.13"
+        assert env["NVIDIA_REQUIRE_CUDA"] == asked and env["TORCH_CUDA_ARCH_LIST"] == "8.6"
         assert found["compat"] == []
     else:
         assert env["NVIDIA_REQUIRE_CUDA"] == "cuda>=12.9" and "7.0" not in env["TORCH_CUDA_ARCH_LIST"]
@@ -164,6 +166,9 @@ def test_the_dockerfile_names_the_bases_of_the_pins():
     text = (ROOT / "Dockerfile").read_text()
     named = {m[2]: m[1] for m in re.finditer(r"(?m)^FROM (\S+/\S+) AS base-(\S+)$", text)}
     assert named == {f"{tag}-{variant}": PINS[tag]["images"][variant] for tag, variant in IMAGES}
+    stages = {m[2]: m[1] for m in re.finditer(r"(?m)^FROM (base|cuda12) AS sm86-(\S+)$", text)}
+    wanted = {tag: "base" if tag in CUDA_13 else "cuda12" for tag, variant in IMAGES if variant == "sm86"}
+    assert stages == wanted, "which driver an sm86 image asks for"
 
 
 def test_a_release_without_the_variant_and_one_that_is_no_pin(engine, build):

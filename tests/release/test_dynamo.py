@@ -106,6 +106,7 @@ def test_ours_is_right(config, resident, monkeypatch, backend, budget):
     moe.fill(model)
     moe.process(model)
     assert lines and "moved to host memory" in lines[0]
+    assert all(item.out for item in offloader.items.values()), "what was chosen stays out after processing"
     x, expected = resident
     model_ = model if backend is None else compiled(model, backend)
     before = offloader.staging.fills

@@ -16,7 +16,9 @@ import pytest
 import vllm
 from vllm.expert_offload import roles
 
-LAYERS = Path(vllm.__file__).parent / "model_executor" / "layers"
+PACKAGE = Path(vllm.__file__).parent
+# Where methods are, and those of single models (from v0.32.0 on).
+SOURCES = [f for folder in ("model_executor/layers", "models") for f in (PACKAGE / folder).rglob("*.py")]
 BASE = "FusedMoEMethodBase"
 # Bases and wrappers: they register nothing that their subclasses or the wrapped method do not.
 ABSTRACT = {
@@ -27,20 +29,41 @@ ABSTRACT = {
     "OnlineMoEMethodBase",
     "_Fp8OnlineMoEBase",
 }
+# What the humming library makes of a layer's tensors, under names of its own that no release's source has: read in
+# humming-kernels 0.1.19 (`HummingWeightSchema`, `transform`).
+HUMMING = "convert_to_humming_moe_kernel_format"
+OF_HUMMING = ("weight", "weight_scale", "weight_scale_2", "zero_point", "bias", "input_scale", "input_scale_2")
+# From v0.33.0 on: the checkpoint's tensors, registered by the method of the checkpoint, are quantized anew.
+REQUANTIZED = "OnlineRequantizationMixin"
 # What an f-string in a name stands for.
 STANDS_FOR = {"self.weight_scale_name": ("weight_scale", "weight_scale_inv")}
 
 
-def classes() -> dict[str, tuple[list[str], ast.ClassDef]]:
-    found = {}
-    for file in LAYERS.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.ClassDef):
-                found[node.name] = ([ast.unparse(b).split(".")[-1] for b in node.bases], node)
+TREES = [ast.parse(text) for text in (file.read_text() for file in SOURCES) if "MoE" in text or "humming" in text]
+CLASSES = {
+    node.name: ([ast.unparse(b).split(".")[-1] for b in node.bases], node)
+    for tree in TREES
+    for node in ast.walk(tree)
+    if isinstance(node, ast.ClassDef)
+}
+
+
+def called(node: ast.AST) -> set[str]:
+    return {ast.unparse(call.func).split(".")[-1] for call in ast.walk(node) if isinstance(call, ast.Call)}
+
+
+def reaching(target: str) -> set[str]:
+    """Functions of modules that call `target`, or one that does."""
+    calls = {node.name: called(node) for tree in TREES for node in tree.body if isinstance(node, ast.FunctionDef)}
+    found, grown = {target}, True
+    while grown:
+        new = {name for name, names in calls.items() if found & names} - found
+        found |= new
+        grown = bool(new)
     return found
 
 
-CLASSES = classes()
+TO_HUMMING = reaching(HUMMING)
 
 
 def methods() -> list[str]:
@@ -68,10 +91,18 @@ def named(node: ast.expr) -> list[str]:
     return []
 
 
+def defines(name: str, function: str) -> bool:
+    return any(isinstance(f, ast.FunctionDef) and f.name == function for f in CLASSES[name][1].body)
+
+
 def registered(name: str) -> set[str]:
     """Tensor names that the class and its bases give to a layer."""
+    if name == REQUANTIZED:
+        return set().union(*(registered(m) for m in methods() if defines(m, "dequantize_weight")))
     bases, node = CLASSES[name]
     out: set[str] = set().union(*(registered(b) for b in bases if b in CLASSES and b != BASE))
+    if called(node) & TO_HUMMING:
+        out |= {f"{projection}_{suffix}" for projection in ("w13", "w2") for suffix in OF_HUMMING}
     for call in ast.walk(node):
         if isinstance(call, ast.Call):
             function = ast.unparse(call.func).split(".")[-1]

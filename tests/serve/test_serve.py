@@ -13,7 +13,7 @@ from pathlib import Path
 import envs
 import pytest
 import torch
-from conftest import NEWEST
+from conftest import WHOLE
 from server import Server, ServerError
 
 PROMPTS = [
@@ -84,7 +84,7 @@ def reported(server: Server) -> str:
 
 @pytest.mark.parametrize("gib", [LAYER, 2 * LAYER, 1.0], ids=["one layer", "half", "all"])
 def test_bf16_eager(serve, resident, release, gib):
-    if release != NEWEST and gib == 2 * LAYER:
+    if release not in WHOLE and gib == 2 * LAYER:
         pytest.skip("a minute saved: on older pins one layer and all of them are enough")
     expected = resident("bf16", "--enforce-eager")
     assert 1.0 < expected["nats"] < 2.2, "the model is not the trained one"
@@ -98,7 +98,7 @@ def test_bf16_eager(serve, resident, release, gib):
 
 def test_bf16_compiled(serve, resident, release):
     """The whole of the release's compiler, with the copies as ops of the graph."""
-    if release != NEWEST:
+    if release not in WHOLE:
         pytest.skip("a compiled start takes minutes; tests/release compiles the opaque op on every pin's torch")
     expected = resident("bf16")
     with serve("bf16", "--cpu-offload-gb", "1", "--cpu-offload-params", "experts", **OFFLOADED) as server:
@@ -109,7 +109,7 @@ def test_bf16_compiled(serve, resident, release):
 
 def test_hybrid_without_a_pattern(serve, resident, release):
     """Random Qwen3.5: experts, and after them dense weights, of layers whose states are not attention's."""
-    if release != NEWEST:
+    if release not in WHOLE:
         pytest.skip("Qwen3.5 runs on a CPU from v0.32.0 on; older pins run it in the GPU tests")
     expected = resident("qwen3.5", "--enforce-eager")
     with serve("qwen3.5", "--enforce-eager", "--cpu-offload-gb", "1", **OFFLOADED) as server:
@@ -118,7 +118,7 @@ def test_hybrid_without_a_pattern(serve, resident, release):
 
 
 def test_w4a16(serve, resident, release):
-    if release == "0.18.0" or (release == NEWEST and not torch.cpu._is_amx_tile_supported()):
+    if release == "0.18.0" or (release in WHOLE and not torch.cpu._is_amx_tile_supported()):
         pytest.skip("experts in W4A16 run on a CPU from v0.26.0 on, and from v0.30.0 on only with AMX")
     expected = resident("w4a16", "--enforce-eager")
     with serve(
@@ -138,7 +138,7 @@ def test_w4a16(serve, resident, release):
     ids=["pattern matches nothing", "one of two matches", "nothing to move"],
 )
 def test_a_flag_that_does_nothing_ends_the_start(serve, release, flags, variables, words):
-    if release != NEWEST and len(flags) > 2:
+    if release not in WHOLE and len(flags) > 2:
         pytest.skip("a boot saved: the same code as the case before")
     with (
         pytest.raises(ServerError) as error,

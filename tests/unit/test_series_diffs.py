@@ -225,6 +225,40 @@ def test_export_for_a_new_pin(project: Project) -> None:
     assert cli.releases()[TAG]["files"] == {"vllm/config.py": cli.sha256(RELEASE["vllm/config.py"])}
 
 
+NEXT = "v1.2.4"
+
+
+def newer(project: Project, config: bytes) -> None:
+    """A pin without a series, of a release whose config is another."""
+    with zipfile.ZipFile(series.CACHE / "next.whl", "w") as wheel:
+        for path, data in {**RELEASE, "vllm/config.py": config}.items():
+            wheel.writestr(path, data)
+        wheel.writestr("vllm-1.2.4.dist-info/METADATA", "Metadata-Version: 2.1\nName: vllm\nVersion: 1.2.4\n")
+    digest = cli.sha256((series.CACHE / "next.whl").read_bytes())
+    with open(project.patches / "releases.toml", "a") as pins:
+        pins.write(f'\n["{NEXT}"]\nversion = "1.2.4"\n["{NEXT}".wheel]\nfile = "next.whl"\nsha256 = "{digest}"\n')
+
+
+def test_start_of_a_new_pin_from_another(project: Project) -> None:
+    more = b"# a line more\n" * 7
+    newer(project, more + RELEASE["vllm/config.py"])
+    assert "every patch merged" in series.start(NEXT, TAG)
+    folder = project.here / "build" / NEXT
+    assert [info.name for info in folder.glob("*.dist-info")] == ["vllm-1.2.4.dist-info"]
+    assert (folder / "vllm/config.py").read_bytes() == more + SERIES[1][1]["vllm/config.py"]
+    assert series.export(NEXT) == ["0001-change-the-config.patch", "0002-change-the-rest.patch"]
+    assert cli.releases()[NEXT]["files"].keys() == cli.releases()[TAG]["files"].keys()
+    series.check(NEXT)
+    with pytest.raises(SystemExit, match=f"patches/{NEXT} has a series"):
+        series.start(NEXT, TAG)
+
+
+def test_start_stops_where_git_cannot_merge(project: Project) -> None:
+    newer(project, RELEASE["vllm/config.py"].replace(b"value_20 = 20", b"value_20 = 'twenty'"))
+    said = series.start(NEXT, TAG)
+    assert "git stopped at vllm/config.py" in said and "cherry-pick --continue" in said
+
+
 LOST = {
     "uncommitted": "has changes that are not committed",
     "untracked": "has changes that are not committed",

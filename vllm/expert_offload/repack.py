@@ -102,12 +102,14 @@ class Repack:
         """Have the outputs on the device as the release would have made them, but for those of the attributes `but`."""
         left = {id(self.outputs()[leaf]) for leaf in but}
         for leaf in [leaf for leaf, deferred in self.outputs().items() if id(deferred) not in left]:
-            self._make_real(leaf)
-        self.tape.forget()  # with none of them held here
+            self._make_one_real(leaf)
+        # By now nothing of ours may hold a Deferred: the tape keeps the bytes of one that lives, and its real parameter
+        # then counts as held by something else and stays on the device.
+        self.tape.forget()
 
-    def _make_real(self, leaf: str) -> None:
+    def _make_one_real(self, leaf: str) -> None:
         deferred = self.owner._parameters[leaf]
-        if isinstance(deferred, Deferred):  # not yet, under another name
+        if isinstance(deferred, Deferred):  # not yet real under another name
             self.put(leaf, _parameter(self.tape.whole(deferred), deferred))
 
     def put(self, leaf: str, parameter: nn.Parameter) -> None:

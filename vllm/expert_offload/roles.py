@@ -81,7 +81,7 @@ def _method(suffixes: str, captured: str, others: str = "") -> Method:
     return Method(tuple(suffixes.split()), captured, tuple(others.split()))
 
 
-# Class name of the method -> its tensors. Read in v0.18.0, v0.26.0 and v0.32.0.
+# Class name of the method -> its tensors. Read in v0.18.0, v0.26.0, v0.32.0 and v0.33.0.
 METHODS: dict[str, Method] = {
     "AWQMarlinMoEMethod": _method(
         "qweight scales qzeros input_global_scale g_idx_sort_indices weight", "call", "workspace"
@@ -124,6 +124,7 @@ METHODS: dict[str, Method] = {
     ),
     "GptOssMxfp4MoEMethod": _method("weight weight_scale bias", "load"),
     "HummingMoEMethod": _method("weight weight_scale zero_point global_scale bias", "load", "locks"),
+    "INCARKWNA16MoEMethod": _method("qweight scales qzeros g_idx input_global_scale weight", "load"),
     "INCMxfp4MoEMethod": _method("weight_packed weight weight_scale", "load"),
     "INCMxfp8MoEMethod": _method("weight weight_scale", "load"),
     "Int8OnlineMoEMethod": _method("weight scale weight_scale bias input_scale", "load"),
@@ -145,8 +146,42 @@ METHODS: dict[str, Method] = {
     "QuarkW8A8Int8MoEMethod": _method(
         "weight weight_scale input_scale weight_zero_point input_zero_point bias", "first; load from v0.32.0"
     ),
+    "QuarkW8A8Mxfp8MoEMethod": _method("weight weight_scale", "load"),
     "UnquantizedFusedMoEMethod": _method("weight bias", "load"),
     "XpuMxfp4MoEMethod": _method("weight weight_scale bias", "load"),
+}
+
+# Methods whose layers the humming library may run (before Marlin on Hopper, or when asked for), and the names that it
+# leaves of their tensors: read in humming-kernels 0.1.19.
+_ON_HUMMING = """
+    AutoAWQMoEMethod AutoGPTQMoEMethod CompressedTensorsW4A4Mxfp4MoEMethod CompressedTensorsW4A4Nvfp4MoEMethod
+    CompressedTensorsW4A8Fp8MoEMethod CompressedTensorsW4A8Mxfp4MoEMethod CompressedTensorsW8A8Fp8MoEMethod
+    CompressedTensorsW8A8Int8MoEMethod CompressedTensorsW8A8Mxfp8MoEMethod CompressedTensorsWNA16MarlinMoEMethod
+    CompressedTensorsWNA16MoEMethod Fp8MoEMethod Fp8PerBlockOnlineMoEMethod Fp8PerTensorOnlineMoEMethod
+    Fp8PtpcOnlineMoEMethod GptOssMxfp4MoEMethod HummingMoEMethod INCARKWNA16MoEMethod INCMxfp8MoEMethod
+    Int8OnlineMoEMethod ModelOptFp8MoEMethod ModelOptMxFp8FusedMoE ModelOptNvFp4FusedMoE MoeWNA16Method Mxfp4MoEMethod
+    Mxfp4OnlineMoEMethod Mxfp8OnlineMoEMethod Nvfp4OnlineMoEMethod QuarkNvfp4MoEMethod QuarkOCP_MX_MoEMethod
+    QuarkW4A16Int4MoEMethod QuarkW8A8Fp8MoEMethod QuarkW8A8Int8MoEMethod QuarkW8A8Mxfp8MoEMethod
+"""
+_OF_HUMMING = "weight weight_scale weight_scale_2 zero_point bias input_scale input_scale_2"
+# Methods that, from v0.33.0 on, may quantize a checkpoint's NVFP4 anew, and the names that its tensors come under.
+_REQUANTIZING = """
+    Fp8PerBlockOnlineMoEMethod Fp8PerTensorOnlineMoEMethod Fp8PtpcOnlineMoEMethod Int8OnlineMoEMethod
+    Mxfp4OnlineMoEMethod Mxfp8OnlineMoEMethod Nvfp4OnlineMoEMethod
+"""
+_REQUANTIZED = "weight_packed weight_scale_2 weight_global_scale input_scale_2 input_global_scale"
+for _names, _more in ((_ON_HUMMING, _OF_HUMMING), (_REQUANTIZING, _REQUANTIZED)):
+    for _name in _names.split():
+        _suffixes = (*METHODS[_name].suffixes, *_more.split())
+        METHODS[_name] = METHODS[_name]._replace(suffixes=tuple(dict.fromkeys(_suffixes)))
+# Methods of single models, which register what the method does that they extend; none of them is processed apart.
+METHODS |= {
+    "DeepseekV4HeterogeneousMxfp4MoEMethod": METHODS["Mxfp4MoEMethod"],
+    "MuseSparkModelOptNvFp4FusedMoE": METHODS["ModelOptNvFp4FusedMoE"],
+    "MuseSparkOnlineMXFP4FusedMoE": METHODS["QuarkOCP_MX_MoEMethod"],
+    "MuseSparkQuarkOCPMXFusedMoE": METHODS["QuarkOCP_MX_MoEMethod"],
+    "MuseSparkQuarkW8A8Fp8FusedMoE": METHODS["QuarkW8A8Fp8MoEMethod"],
+    "MuseSparkUnquantizedFusedMoE": METHODS["UnquantizedFusedMoEMethod"],
 }
 
 # Methods whose weights are processed by torch operations and Marlin's repack alone, which `deferred` can write down.
