@@ -361,6 +361,7 @@ def test_a_layer_that_cannot_be_kept_apart_is_processed_whole_and_said(one_at_a_
     load(model, made)
     assert any("experts of 3 layers were processed a whole layer at a time" in line and "abs" in line for line in said)
     assert torch.equal(tokens(model), resident(make=Scaled))
+    assert not any(item.kept for item in made.items.values())
 
 
 @pytest.mark.parametrize("chunk", range(2 * EXPERTS))

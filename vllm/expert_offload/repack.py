@@ -99,12 +99,17 @@ class Repack:
             self.tape.give_up("something else holds a view of it")
 
     def make_real(self, but: Iterable[str]) -> None:
-        """Have the outputs, but for those of the attributes `but`, on the device as the release would have made them."""
+        """Have the outputs on the device as the release would have made them, but for those of the attributes `but`."""
         left = {id(self.outputs()[leaf]) for leaf in but}
-        for leaf, deferred in self.outputs().items():
-            if id(deferred) not in left and self.owner._parameters[leaf] is deferred:
-                self.put(leaf, _parameter(self.tape.whole(deferred), deferred))
+        for leaf in self.outputs():
+            self._make_real(leaf, left)
         self.tape.forget()
+
+    def _make_real(self, leaf: str, left: set[int]) -> None:
+        """A function of its own: what a name still held when the tape forgets would stay on the device."""
+        deferred = self.owner._parameters[leaf]  # one that has two names is real by now
+        if isinstance(deferred, Deferred) and id(deferred) not in left:
+            self.put(leaf, _parameter(self.tape.whole(deferred), deferred))
 
     def put(self, leaf: str, parameter: nn.Parameter) -> None:
         """Have the owner hold `parameter` wherever it holds what is `leaf` now."""
