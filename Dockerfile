@@ -12,6 +12,8 @@ ARG BASE=""
 ARG SLIM_BASE=python:3.12-slim-bookworm
 
 # As patches/releases.toml has them; a test compares. The builder pulls the one that is asked for.
+FROM vllm/vllm-openai:v0.17.1-cu130 AS base-v0.17.1-cu130
+FROM vllm/vllm-openai:v0.17.1 AS base-v0.17.1-sm86
 FROM vllm/vllm-openai:v0.18.0-cu130 AS base-v0.18.0-cu130
 FROM vllm/vllm-openai:v0.18.0 AS base-v0.18.0-sm86
 FROM vllm/vllm-openai:v0.26.0 AS base-v0.26.0-cu130
@@ -83,6 +85,7 @@ ENV TORCH_CUDA_ARCH_LIST="8.0 8.6 8.9 9.0 10.0 12.0"
 # CUDA 12.9 asks for its own driver, though 12.0's runs code that was compiled for the card: no PTX, so nothing newer.
 FROM base AS cuda12
 ENV NVIDIA_REQUIRE_CUDA="cuda>=12.0 driver>=525.60.13"
+FROM cuda12 AS sm86-v0.17.1
 FROM cuda12 AS sm86-v0.18.0
 FROM cuda12 AS sm86-v0.26.0
 FROM cuda12 AS sm86-v0.32.0

@@ -38,7 +38,7 @@ TORCHVISION = {"2.13.0": "0.28.0", "2.14.0": "0.29.0"}
 # What a server on a CPU reads of a wheel; the rest is compiled, or for a compiler.
 PYTHON_OF_A_WHEEL = (".py", ".json", ".jinja", ".js", ".css")
 TORCH_NEEDS = ("filelock", "typing-extensions", "sympy", "networkx", "jinja2", "fsspec", "numpy")
-TEST_NEEDS = ("pytest", "pytest-timeout", "hypothesis", "apache-tvm-ffi", "loguru", "setuptools<81")
+TEST_NEEDS = ("pytest", "pytest-timeout", "hypothesis", "docker", "apache-tvm-ffi", "loguru", "setuptools<81")
 PIP = ("-m", "pip", "install", "-q", "--progress-bar", "off", "--disable-pip-version-check")
 
 

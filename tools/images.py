@@ -33,9 +33,11 @@ SLIM = "slim"
 SLIM_BASE = "python:3.12-slim-bookworm"  # as the Dockerfile has it, and the locks are for; a test compares
 # Pins without a slim image: why, and what to build instead. PyPI has one build of each release, for one CUDA.
 NO_SLIM = {
+    "v0.17.1": "no lock of its packages has been tried: --variant sm86",
     "v0.18.0": "no lock of its packages has been tried: --variant sm86",
     "v0.32.0": "it is the pin for drivers before R580, and the wheel on PyPI is built for CUDA 13: --variant sm86, or "
     "--release v0.26.0",
+    "v0.33.0": "no lock of its packages has been tried: --variant sm86, or --release v0.26.0",
 }
 
 
