@@ -34,7 +34,7 @@ image-sm86: ## the image for RTX 30, A10, A40; RELEASE=v0.32.0: older drivers to
 	$(PYTHON) tools/images.py build --variant sm86 --release '$(RELEASE)' $(IMAGE_ARGS)
 
 # 8.4 GB instead of about 26, of packages that the index gives: ARGS="--secret id=pip,src=pip.conf" for one of your own.
-# Only for v0.26.0: v0.32.0 is for drivers that PyPI's one build of it is too new for, v0.18.0 was not tried.
+# Only for v0.26.0: v0.32.0 is for drivers that PyPI's one build of it is too new for, the others were not tried.
 image-slim: ## a third of the size, for RTX 30 and 40, A10, A40, A100 with driver R580: v0.26.0
 	$(PYTHON) tools/images.py build --variant slim --release '$(RELEASE)' $(IMAGE_ARGS)
 
