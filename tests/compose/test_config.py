@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, docker
+from composing import ROOT, docker
 
 PRESETS = ["16gb", "24gb", "32gb", "2x24gb"]
 SECRETS = {"HF_TOKEN": "hf_secretsecret", "API_KEY": "key-secretsecret"}

@@ -14,7 +14,7 @@ import threading
 import time
 
 import pytest
-from conftest import Project
+from composing import Project
 from docker.models.containers import Container
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(900)]
