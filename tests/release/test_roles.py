@@ -8,6 +8,7 @@ method or a name that is new, or was renamed, fails here by name.
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import re
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import pytest
 import vllm
 from vllm.expert_offload import roles
 
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path(vllm.__file__).parent
 # Where methods are, and those of single models (from v0.32.0 on).
 SOURCES = [f for folder in ("model_executor/layers", "models") for f in (PACKAGE / folder).rglob("*.py")]
@@ -154,3 +156,22 @@ def test_captured_column(method):
     """A config that is built while processing keeps the scales of that moment: the table must say "load"."""
     if builds_config_while_processing(method):
         assert "load" in roles.METHODS[method].captured
+
+
+def test_the_table_of_the_docs():
+    """docs/schemes.md: a row per method, and an x where a pin has it."""
+    header, _, *rows = re.findall(r"(?m)^\|(.*)\|$", (ROOT / "docs" / "schemes.md").read_text())
+    table = {row[0]: row for row in ([cell.strip() for cell in line.split("|")] for line in rows)}
+    assert set(table) == set(roles.METHODS)
+    version = "v" + importlib.metadata.version("vllm").split("+")[0]
+    column = [cell.strip() for cell in header.split("|")].index(version)
+    assert {method for method, row in table.items() if row[column] == "x"} == set(methods())
+    apart = {method for method, row in table.items() if row[-2] == "chunks"}
+    assert apart == {m for m in roles.METHODS if roles.processed_apart(Layer(m))}
+
+
+class Layer:
+    """As `roles` sees a layer: the class of its method has a name."""
+
+    def __init__(self, method: str) -> None:
+        self.quant_method = type(method, (), {})()
