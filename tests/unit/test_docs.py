@@ -144,9 +144,9 @@ def test_messages_are_ours(path):
     assert not wrong_quotes(path.read_text(), joined_sources(), check_names())
 
 
-def test_every_page_quotes_something():
-    assert {path.name for path in DOCS} == {"linux.md", "troubleshooting.md", "windows.md"}
-    assert all("```text ours\n" in path.read_text() for path in DOCS)
+def test_pages_that_tell_of_messages_quote_them():
+    quoting = {path.name for path in DOCS if "```text ours\n" in path.read_text()}
+    assert quoting == {"linux.md", "troubleshooting.md", "windows.md"}
 
 
 @pytest.mark.parametrize(
@@ -255,4 +255,5 @@ def test_readme_leads_to_every_page():
 
 @pytest.mark.parametrize("path", [page(path) for path in DOCS])
 def test_lines_are_short(path):
-    assert [line for line in path.read_text().splitlines() if len(line) > 120] == []
+    # A table's row cannot be wrapped.
+    assert [line for line in path.read_text().splitlines() if len(line) > 120 and not line.startswith("|")] == []
