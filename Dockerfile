@@ -10,6 +10,8 @@ ARG VARIANT=cu130
 ARG BASE=""
 
 # As patches/releases.toml has them; a test compares. The builder pulls the one that is asked for.
+FROM vllm/vllm-openai:v0.17.1-cu130 AS official-v0.17.1-cu130
+FROM vllm/vllm-openai:v0.17.1 AS official-v0.17.1-sm86
 FROM vllm/vllm-openai:v0.18.0-cu130 AS official-v0.18.0-cu130
 FROM vllm/vllm-openai:v0.18.0 AS official-v0.18.0-sm86
 FROM vllm/vllm-openai:v0.26.0 AS official-v0.26.0-cu130

@@ -102,7 +102,8 @@ def checkout(tag: str) -> Path:
     git(part, "add", "-f", "vllm")
     git(part, "commit", "-q", "-m", f"vllm {tag}, as its wheel has it")
     git(part, "tag", BASE)
-    for name, text in cli.read_series(cli.PATCHES / tag):
+    series = cli.PATCHES / tag
+    for name, text in cli.read_series(series) if series.exists() else ():  # a new pin has none yet
         for path, _, hunks in cli.parse_patch(name, text):
             file = part / path
             file.parent.mkdir(parents=True, exist_ok=True)

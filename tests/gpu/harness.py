@@ -346,7 +346,7 @@ def start(model: str, *, mode: str, memory: str = "mapped", v2: bool = False, **
     if "nemotron" in model:
         introduce_nemotron()
     if "qwen35" in model:
-        settings.update(language_model_only=True, gdn_prefill_backend="triton")
+        settings.update(language_model_only=True, **same_kernels.triton_prefill())
     if mode != "eager":
         # Which kernels are combined is decided by time as well, and deterministic mode refuses to.
         by_time = dict.fromkeys(("combo_kernels", "benchmark_combo_kernel"), False)

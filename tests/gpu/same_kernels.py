@@ -22,6 +22,23 @@ def on_newer_library() -> None:
         return released(a, c, weight, bias, scales, a_scales, wide, *rest, **named)
 
     ops.moe_wna16_marlin_gemm = widened
+    if vllm.__version__.startswith("0.17."):
+        # The quantization to FP4 gives its results back in that library; a pattern that lets it write them is refused.
+        import vllm.compilation.passes.fusion.act_quant_fusion as fusion
+
+        fusion.silu_and_mul_nvfp4_quant_supported = False
+
+
+def triton_prefill() -> dict[str, str]:
+    """What asks for the gated delta net's prefill in Triton; v0.17.1 is not to be asked, and compiles one on SM90."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    if hasattr(EngineArgs, "gdn_prefill_backend"):
+        return {"gdn_prefill_backend": "triton"}
+    from vllm.model_executor.models.qwen3_next import ChunkGatedDeltaRule
+
+    ChunkGatedDeltaRule.forward_cuda = ChunkGatedDeltaRule.forward_native
+    return {}
 
 
 def first_configuration() -> None:

@@ -144,7 +144,7 @@ def test_it_runs_alone_and_says_what_it_found(tree):
     assert "vllm/_C_stable_libtorch.abi3.so: 1 fat binaries, usable on 8.6: 1 (sm_80" in done.stdout
 
 
-@pytest.mark.parametrize("version", ["0.18.0", "0.26.0", "0.32.0"])
+@pytest.mark.parametrize("version", ["0.17.1", "0.18.0", "0.26.0", "0.32.0"])
 def test_real_wheels(version, tmp_path):
     """Every pin's libraries run on the cards of both variants, and would not pass where their code is taken away."""
     wheel = next(WHEELS.glob(f"vllm-{version}-*.whl"), None)

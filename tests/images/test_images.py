@@ -168,7 +168,7 @@ def test_the_dockerfile_names_the_bases_of_the_pins():
 
 def test_a_release_without_the_variant_and_one_that_is_no_pin(engine, build):
     assert "v0.32.0 names no cu130" in build("v0.32.0", "cu130", "any").said
-    assert "v9 is no pin; pins: v0.18.0" in build("v9", "cu130", "any").said
+    assert "v9 is no pin; pins: v0.17.1" in build("v9", "cu130", "any").said
 
 
 def test_a_base_that_is_nowhere_is_named(build):

@@ -118,7 +118,7 @@ def test_hybrid_without_a_pattern(serve, resident, release):
 
 
 def test_w4a16(serve, resident, release):
-    if release == "0.18.0" or (release == NEWEST and not torch.cpu._is_amx_tile_supported()):
+    if release in ("0.17.1", "0.18.0") or (release == NEWEST and not torch.cpu._is_amx_tile_supported()):
         pytest.skip("experts in W4A16 run on a CPU from v0.26.0 on, and from v0.30.0 on only with AMX")
     expected = resident("w4a16", "--enforce-eager")
     with serve(

@@ -215,11 +215,11 @@ def test_export_of_more_commits(project: Project, tmp_path: Path) -> None:
 
 
 def test_export_for_a_new_pin(project: Project) -> None:
-    """Its table of hashes is not there yet."""
+    """Neither its table of hashes nor its folder is there yet."""
     pins = project.patches / "releases.toml"
     start = pins.read_text().index(f'["{TAG}".files]')
     pins.write_text(pins.read_text()[:start] + pins.read_text()[pins.read_text().index("# kept") :])
-    (project.patches / TAG / "series").write_text("")
+    shutil.rmtree(project.patches / TAG)
     commit(series.checkout(TAG), "Only", {"vllm/config.py": b"config = 1\n"})
     series.export(TAG)
     assert cli.releases()[TAG]["files"] == {"vllm/config.py": cli.sha256(RELEASE["vllm/config.py"])}

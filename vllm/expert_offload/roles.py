@@ -81,7 +81,9 @@ def _method(suffixes: str, captured: str, others: str = "") -> Method:
     return Method(tuple(suffixes.split()), captured, tuple(others.split()))
 
 
-# Class name of the method -> its tensors. Read in v0.18.0, v0.26.0 and v0.32.0.
+# Class name of the method -> its tensors. Read in v0.17.1, v0.18.0, v0.26.0 and v0.32.0.
+# v0.17.1 has v0.18.0's methods but for ModelOptMxFp8FusedMoE, and captures at the same moments. Of NVFP4 its configs
+# keep products of the global scales; v0.18.0's keep the scales themselves, which its kernels multiply in place.
 METHODS: dict[str, Method] = {
     "AWQMarlinMoEMethod": _method(
         "qweight scales qzeros input_global_scale g_idx_sort_indices weight", "call", "workspace"

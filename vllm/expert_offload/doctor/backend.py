@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which kernels the experts will run on, as the pins choose them.
 
-Read in v0.18.0, v0.26.0 and v0.32.0 (`fused_moe/oracle/*.py`, and each kernel's `_supports_current_device` and
+Read in v0.17.1, v0.18.0, v0.26.0 and v0.32.0 (`fused_moe/oracle/*.py`, and each kernel's `_supports_current_device` and
 `_supports_quant_scheme`), for one server without expert or data parallelism; compute capabilities 8.0 and up. What
 depends on more than the card and the method is not told.
 """
