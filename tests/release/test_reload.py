@@ -52,6 +52,11 @@ def reload(model, seed):
     layerwise.finalize_layerwise_reload(model, SimpleNamespace(dtype=torch.float32, quantization=None))
 
 
+def offloading(patterns):
+    memory = Memory(0, "this is a test", None, lambda t: t)
+    return Offloader(1 << 30, patterns, memory, lambda line: None, lambda module: False)
+
+
 @pytest.mark.parametrize("patterns", [{"experts"}, set()], ids=["experts", "everything"])
 def test_reloaded_weights_are_served(patterns, config, patched, monkeypatch):
     x = torch.randn(16, moe.HIDDEN, generator=torch.Generator().manual_seed(2))
@@ -62,11 +67,43 @@ def test_reloaded_weights_are_served(patterns, config, patched, monkeypatch):
     assert expected.isfinite().all() and not torch.equal(expected, before)
 
     monkeypatch.setenv("EXPERT_OFFLOAD_CPU", "1")
-    offloader = Offloader(
-        1 << 30, patterns, Memory(0, "this is a test", None, lambda t: t), lambda line: None, lambda m: False
-    )
-    model = started(config, offloader, monkeypatch)
+    model = started(config, offloading(patterns), monkeypatch)
     assert torch.equal(moe.run(model, config, x), before)
     reload(model, 3)
     for _ in range(2):  # the second pass reads what the first left behind
+        assert torch.equal(moe.run(model, config, x), expected)
+
+
+def copy_in(model, weights):
+    """`reload_weights` with processed weights (`is_checkpoint_format=False`), without a worker."""
+    settings = SimpleNamespace(load_config=SimpleNamespace(device="cpu"), lora_config=None)
+    settings.model_config = SimpleNamespace(quantization=None)
+    try:
+        from vllm.model_executor.model_loader.reload.inplace import reload_weights  # from v0.32.0 on
+    except ImportError:
+        from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+        runner = SimpleNamespace(vllm_config=settings, model_config=settings.model_config, get_model=lambda: model)
+        for name in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):
+            setattr(runner, name, lambda: None)
+        GPUModelRunner.reload_weights(runner, weights_iterator=weights, is_checkpoint_format=False)
+    else:
+        reload_weights(settings, model, weights, None, False)
+
+
+def test_processed_weights_that_are_copied_in_are_served(config, patched, monkeypatch):
+    x = torch.randn(16, moe.HIDDEN, generator=torch.Generator().manual_seed(2))
+    resident = started(config, None, monkeypatch)
+    before = moe.run(resident, config, x)
+    new = [(name, parameter.data * 1.25) for name, parameter in resident.named_parameters()]
+    with torch.no_grad():
+        copy_in(resident, iter(new))
+    expected = moe.run(resident, config, x)
+    assert not torch.equal(expected, before)
+
+    monkeypatch.setenv("EXPERT_OFFLOAD_CPU", "1")
+    model = started(config, offloading(set()), monkeypatch)
+    with torch.no_grad():
+        copy_in(model, iter(new))
+    for _ in range(2):
         assert torch.equal(moe.run(model, config, x), expected)
