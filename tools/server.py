@@ -171,7 +171,8 @@ class Server:
             while not self._exited() and time.monotonic() < until:
                 time.sleep(0.1)
         finally:
-            os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # `terminate` reaps a server that has ended by itself
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
     def url(self, path: str) -> str:
@@ -189,6 +190,16 @@ class Server:
             raise ServerError(f"{path} answered {error.code}: {words}\n{summary(self.log)}") from error
         except (OSError, ValueError) as error:
             raise ServerError(f"{path} gave no answer: {error}\n{summary(self.log)}") from error
+
+    def metrics(self) -> dict[str, float]:
+        """The server's counters, each summed over its labels."""
+        found: dict[str, float] = {}
+        with _opener.open(self.url("/metrics"), timeout=30) as answer:
+            for line in answer.read().decode().splitlines():
+                if not line.startswith("#") and line:
+                    name, value = line.split("{")[0].split(" ")[0], line.rpartition(" ")[2]
+                    found[name] = found.get(name, 0) + float(value)
+        return found
 
     def lines(self, containing: str) -> list[str]:
         """What the log has said from `containing` to the end of each line that has it, each text once."""

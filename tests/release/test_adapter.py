@@ -63,13 +63,22 @@ def test_everything_a_release_calls_on_an_offloader_is_there():
         assert len(mine) >= len(inspect.signature(theirs).parameters) - 1, name
 
 
-def test_prefetch_is_left_alone(patched):
+def test_prefetch_is_left_alone(patched, monkeypatch):
+    """The release's own offloader is created, and nothing of ours is asked."""
+    import torch
+    from vllm.model_executor.offloader.prefetch import PrefetchOffloader
+
     config = OffloadConfig(
         uva=UVAOffloadConfig(cpu_offload_gb=2),
         prefetch=PrefetchOffloadConfig(offload_group_size=4, offload_num_in_group=1),
     )
     assert not patched.offloads(config)
     assert not patched.compile_factor(config)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)  # a driver would make it
+    offloader = base.create_offloader(config)
+    assert type(offloader) is PrefetchOffloader
+    monkeypatch.setattr(base, "_instance", offloader)
+    assert patched.active() is None
 
 
 @pytest.mark.parametrize("backend", ["auto", "uva", "prefetch"])

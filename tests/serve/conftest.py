@@ -12,11 +12,15 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
-
+import envs  # noqa: E402
+from server import Server  # noqa: E402
 
 # Everything is served on the newest pin that has a CPU backend of its own, and on the default, which has none; on the
 # others what must differ there.
 WHOLE = ("0.32.0", "0.33.0")
+# Features that offload must not disturb are served on the first of them alone.
+FEATURED = "0.32.0"
+OFFLOADED = {"EXPERT_OFFLOAD_CPU": "1"}
 
 
 @pytest.fixture(scope="session")
@@ -37,8 +41,31 @@ def models(release, tmp_path_factory) -> dict[str, Path]:
         [sys.executable, str(ROOT / "tools" / "quantize.py"), "bf16", str(committed), str(plain)], check=True
     )
     models = {"w4a16": committed, "bf16": plain}
+    made_by = {}
     if release in WHOLE:  # older ones do not run Qwen3.5 on a CPU
-        models["qwen3.5"] = plain.with_name("qwen35")
-        script = Path(__file__).with_name("random_qwen35.py")
-        subprocess.run([sys.executable, str(script), str(models["qwen3.5"])], check=True)
+        made_by["qwen3.5"] = "random_qwen35.py"
+    if release == FEATURED:
+        made_by["qwen2"] = "random_qwen2.py"
+    for name, script in made_by.items():
+        models[name] = plain.with_name(name)
+        subprocess.run([sys.executable, str(Path(__file__).with_name(script)), str(models[name])], check=True)
     return models
+
+
+@pytest.fixture(scope="session")
+def serve(release, models, tmp_path_factory):
+    """serve(scheme, *arguments, **variables) -> a Server; releases that ask for preloaded libraries get them."""
+    extra = envs.preload(Path(sys.executable)) if release == "0.18.0" else {}
+    if release == "0.18.0" and "tcmalloc" not in extra.get("LD_PRELOAD", ""):
+        pytest.skip("v0.18.0 serves on the CPU only with tcmalloc: apt-get install libtcmalloc-minimal4")
+    folder = tmp_path_factory.mktemp("logs")
+    cache = {"VLLM_CACHE_ROOT": str(tmp_path_factory.mktemp("cache"))}
+
+    def make(scheme: str, *arguments: str, **variables: str) -> Server:
+        log = folder / f"{len(list(folder.iterdir()))}.log"
+        line = ("--max-model-len", "1024", *arguments)
+        return Server(
+            Path(sys.executable), models[scheme], log, *line, environment=extra | cache | variables, deadline=400
+        )
+
+    return make

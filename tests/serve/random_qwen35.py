@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig
+from transformers import PreTrainedModel, Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig
 
 EXPERT_SCALE = 8
 TOKENIZER = Path(__file__).parents[1] / "models" / "tiny-moe"
@@ -42,7 +42,11 @@ def main(out: Path) -> None:
         tie_word_embeddings=False,
     )
     torch.manual_seed(0)
-    model = Qwen3_5MoeForCausalLM(config)
+    save(Qwen3_5MoeForCausalLM(config), out)
+
+
+def save(model: PreTrainedModel, out: Path) -> None:
+    """The random model in bf16 with its experts scaled up, and the trained model's tokenizer."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".experts." in name:

@@ -7,13 +7,11 @@ staging buffer is NaN after each layer, so an answer can only be right if every 
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-import envs
 import pytest
 import torch
-from conftest import WHOLE
+from conftest import OFFLOADED, WHOLE
 from server import Server, ServerError
 
 PROMPTS = [
@@ -24,26 +22,6 @@ PROMPTS = [
 ]
 HELD_OUT = (Path(__file__).parents[1] / "models" / "heldout.txt").read_text()[:3000]
 LAYER = 6 * 2**20 / 2**30  # GiB of one layer's experts in bf16: 32 experts, 3 matrices of 256 x 128
-OFFLOADED = {"EXPERT_OFFLOAD_CPU": "1"}
-
-
-@pytest.fixture(scope="session")
-def serve(release, models, tmp_path_factory):
-    """serve(scheme, *arguments, **variables) -> a Server; releases that ask for preloaded libraries get them."""
-    extra = envs.preload(Path(sys.executable)) if release == "0.18.0" else {}
-    if release == "0.18.0" and "tcmalloc" not in extra.get("LD_PRELOAD", ""):
-        pytest.skip("v0.18.0 serves on the CPU only with tcmalloc: apt-get install libtcmalloc-minimal4")
-    folder = tmp_path_factory.mktemp("logs")
-    cache = {"VLLM_CACHE_ROOT": str(tmp_path_factory.mktemp("cache"))}
-
-    def make(scheme: str, *arguments: str, **variables: str) -> Server:
-        log = folder / f"{len(list(folder.iterdir()))}.log"
-        line = ("--max-model-len", "1024", *arguments)
-        return Server(
-            Path(sys.executable), models[scheme], log, *line, environment=extra | cache | variables, deadline=400
-        )
-
-    return make
 
 
 def answers(server: Server) -> dict[str, object]:

@@ -348,6 +348,25 @@ def test_a_drafter_whose_experts_stay_takes_the_target_s_place():
     del kernel
 
 
+@pytest.mark.parametrize("patterns", [(), ("experts",)], ids=["no-pattern", "experts"])
+@pytest.mark.parametrize("start", [started, "mapped"])
+def test_weights_that_are_reloaded_while_serving_are_served(start, patterns, request):
+    """As a release reloads: layer by layer, into the tensors that its kernels read."""
+    if start == "mapped":
+        start = request.getfixturevalue("mapped") and mapped_start
+    resident_model, (model, made) = Model(), start(2**30, *patterns)
+    before = tokens(model)
+    for theirs, ours in zip(resident_model.modules(), model.modules(), strict=True):
+        parameters = [p for p in ours._parameters.values() if p is not None]
+        for old, new in zip([p for p in theirs._parameters.values() if p is not None], parameters, strict=True):
+            old.data.copy_(old.data.flip(0))
+            new.data.copy_(old.data)
+        made.written(parameters)
+    assert torch.equal(tokens(model), tokens(resident_model))
+    assert torch.equal(tokens(model), tokens(resident_model)), "the second pass reads what the first left behind"
+    assert not torch.equal(tokens(model), before)
+
+
 def test_host_memory_cannot_be_read_beside_the_copies():
     """Only so is a tensor on it, that a kernel would read without a fetch, found on the CPU."""
     _, made = started(2**30)

@@ -8,6 +8,7 @@ Its life follows a start of the engine:
 3. `loading` surrounds the release's post-load processing of each module: parameters come up, are processed, and what
    they have become (other names, shapes, types) goes back down.
 4. `finish` lays out the staging buffer where memory is not mapped, audits, and reports. Serving begins.
+5. `written` follows a reload of weights while serving.
 
 The release's adapter (patches/) hands over what depends on the release: whether memory can be page-locked, how to make
 a mapped view, a logger. Nothing here imports vLLM.
@@ -30,7 +31,7 @@ from .host import PIN_SWITCH, Arena, HostBuffer, memory_total, pin_limit
 from .repack import Repack, settle
 from .residency import Item, MappedView, audit, check_delivery, check_scales, come_back, leave
 from .selection import Candidate, Selection
-from .staging import Bound, Staging
+from .staging import Bound, Staging, to_host
 
 # Documented in the README: treat the CPU backend as a device with memory of its own, and check every access.
 CPU_SWITCH = "EXPERT_OFFLOAD_CPU"
@@ -335,6 +336,16 @@ class Offloader:
         for line in report.lines(self):
             self.log(line)
         return bool(blocking)
+
+    def written(self, parameters: Iterable[nn.Parameter]) -> None:
+        """These were overwritten where kernels read them (weights are reloaded while serving): keep it in host memory.
+
+        Where that is mapped it is what was written; in the staging buffer the next fetch would undo it.
+        """
+        staged = {id(i.parameter): i for i in self.items.values() if i.out and not i.mapped}
+        for item in filter(None, (staged.get(id(parameter)) for parameter in parameters)):
+            assert item.parameter is not None and item.buffer is not None
+            to_host(item.buffer, item.parameter.data)
 
     @property
     def moved(self) -> int:
