@@ -179,9 +179,14 @@ def finish(tag: str) -> Done:
         sys.exit(f"{hunks.conflict(folder, like, tag)}Edit that in {folder}, then: {again}\n{up}")
     found = hunks.reanchored(folder, like, tag)
     for subject, texts in found.items():
-        said = "left out: the release has it, or a hand has dropped it" if texts is None else ""
-        print(f"{subject}: {said or (f'{len(texts)} hunks re-anchored' if texts else 'fits exactly')}")
-        print("".join(f"\n{text}" for text in texts or []) + "\n" if texts else "", end="", flush=True)
+        if texts is None:
+            print(f"{subject}: left out: the release has it, or a hand has dropped it")
+        elif not texts:
+            print(f"{subject}: fits exactly")
+        else:
+            print(f"{subject}: {len(texts)} hunk{'s' * (len(texts) > 1)} re-anchored\n")
+            print("\n".join(texts))
+    sys.stdout.flush()  # check's errors come after it
     try:
         with kept(tag):
             names = series.export(tag)

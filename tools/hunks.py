@@ -79,15 +79,16 @@ def conflict(folder: Path, like: str, tag: str) -> str:
         content = (folder / path).read_text()
         for region in REGION.finditer(content):
             theirs, base, ours = region.groups()
-            line = content.count("\n", 0, region.start()) + 1
+            above = content[: region.start()].splitlines()
+            below = content[region.end() :].splitlines()
             out.append(
-                f"-- {path}, line {line}\n"
-                f"the new release's ({tag}):\n{quoted(theirs)}"
-                f"what the patch was made for ({like}):\n{quoted(base)}"
-                f"ours (with the patch on {like}):\n{quoted(ours)}"
+                f"-- {path}, line {len(above) + 1}, between\n{quoted(above[-AROUND:])}and\n{quoted(below[:AROUND])}"
+                f"the new release's ({tag}):\n{quoted(theirs.splitlines())}"
+                f"what the patch was made for ({like}):\n{quoted(base.splitlines())}"
+                f"ours (with the patch on {like}):\n{quoted(ours.splitlines())}"
             )
     return "".join(out)
 
 
-def quoted(lines: str) -> str:
-    return "".join(f"  | {line}\n" for line in lines.splitlines()) or "  | (nothing)\n"
+def quoted(lines: list[str]) -> str:
+    return "".join(f"  | {line}\n" for line in lines) or "  | (nothing)\n"
