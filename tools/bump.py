@@ -170,11 +170,11 @@ def origin(tag: str) -> str:
     return next(name for name in branches.decode().split() if name != "series")
 
 
-def finish(tag: str) -> Done:
-    """Export and proof; where a hand is needed, the program ends with what it has to know."""
+def finish(tag: str) -> tuple[Done, Done]:
+    """Export and proof: (what is done, what is open). Where a hand is needed, the program ends with what to know."""
     folder, like = ROOT / "build" / tag, origin(tag)
     again = f"make bump TAG={tag} ARGS=--resume"
-    up = f"or give up: git checkout patches/releases.toml && rm -rf {folder}"
+    up = f"or give up: git checkout patches/releases.toml && rm -rf patches/{tag} build/{tag}"
     if series.conflicts(folder):
         sys.exit(f"{hunks.conflict(folder, like, tag)}Edit that in {folder}, then: {again}\n{up}")
     found = hunks.reanchored(folder, like, tag)
@@ -193,21 +193,14 @@ def finish(tag: str) -> Done:
             series.check(tag)
     except (cli.Refused, SystemExit) as error:
         sys.exit(f"{error}\nMend that in {folder}, git commit --amend it, then: {again}\n{up}")
-    left = [subject for subject, texts in found.items() if texts is None]
     moved = sum(bool(texts) for texts in found.values())
-    done = [
+    done: Done = [
         (True, f"the entry of {tag}: version, commit, torch, wheel", "git diff patches/releases.toml"),
         (True, f"{len(names)} patches apply exactly, {moved} of them re-anchored", f"tools/series.py check {tag}"),
     ]
-    if left:
-        done.append(
-            (
-                False,
-                f"is it right that {'; '.join(left)} is left out?",
-                f"git diff --no-index patches/{like} patches/{tag}",
-            )
-        )
-    return done
+    against = f"git diff --no-index patches/{like} patches/{tag}"
+    left = [subject for subject, texts in found.items() if texts is None]
+    return done, [(False, f"is it right that {subject} is left out?", against) for subject in left]
 
 
 # -- tests -----------------------------------------------------------------------------------------------------------
@@ -284,11 +277,11 @@ def main() -> int:
         resume(a.tag)
     else:
         begin(a.tag, a.like)
-    done = finish(a.tag)
+    done, unsure = finish(a.tag)
     if not a.no_tests:
         done += tests(a.tag)
     print(f"\n{a.tag}, {time.monotonic() - began:.0f} s:")
-    for fine, what, command in [*done, *by_hand(a.tag, not a.no_tests)]:
+    for fine, what, command in [*done, *unsure, *by_hand(a.tag, not a.no_tests)]:
         print(f"  [{'x' if fine else ' '}] {what}\n        {command}")
     return int(not all(fine for fine, _, _ in done))
 

@@ -30,7 +30,7 @@ EACH = ("release", "serve")
 
 def pytest(python: Path, folder: str, more: list[str]) -> bool:
     """Run one folder of tests in a process of its own; whether it passed."""
-    command = [str(python), "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", f"tests/{folder}", *more]
+    command = [str(python), "-m", "pytest", "-q", "-rfEs", "-p", "no:cacheprovider", f"tests/{folder}", *more]
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "EXPERT_OFFLOAD_"))}
     return subprocess.run(command, cwd=ROOT, env=clean).returncode == 0
 
