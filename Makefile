@@ -7,7 +7,7 @@ SHELL_FILES = $(shell git ls-files '*.sh' .ci/run)
 IMAGE_ARGS = $(if $(NAME),--name $(NAME)) $(if $(ARGS),-- $(ARGS))
 
 .DEFAULT_GOAL := help
-.PHONY: help fetch check demo test lint images image-cu130 image-sm86 image-slim test-images lint-images
+.PHONY: help fetch check bump demo test lint images image-cu130 image-sm86 image-slim test-images lint-images
 
 help: ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -17,6 +17,9 @@ fetch: ## download the wheel of every pin into the cache, verified
 
 check: ## does every patch series apply to its release, and compile?
 	$(PYTHON) tools/series.py check
+
+bump: ## a new pin from the nearest one: make bump TAG=v0.34.0 (ARGS="--like FROM", --resume, --no-tests)
+	$(PYTHON) tools/bump.py $(or $(TAG),$(error which release? make bump TAG=v0.34.0)) $(ARGS)
 
 demo: ## real vLLM without a GPU, experts in other memory: are the tokens equal? (ARGS=--compile)
 	$(PYTHON) tools/demo.py $(ARGS)

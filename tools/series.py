@@ -6,7 +6,7 @@
     tools/series.py check            every series applies to its real wheel, and every touched file compiles
     tools/series.py tree TAG DIR     the wheel's Python in DIR, patched
     tools/series.py checkout TAG     build/TAG: a git repository of the pin, one commit a patch
-    tools/series.py start TAG FROM   the same for a pin that has no series yet: git merges that of the pin FROM into it
+    tools/series.py start TAG FROM   the same for a pin that has no series yet: that of the pin FROM is merged into it
     tools/series.py export TAG       commits of build/TAG back to patches/TAG, and the hashes of the files they touch
 
 In a checkout, a commit is a patch: its first line is the patch's subject, the rest its header (DEP-3 fields).
@@ -30,6 +30,7 @@ import vllm_offload as cli  # noqa: E402
 
 CACHE = Path.home() / ".cache" / "vllm-offload" / "wheels"
 BASE = "upstream"
+MERGED = "merged"  # in a started checkout: the last commit of FROM that was merged, or left to a hand
 MORE = {"tree": " and a DIR", "start": " and a FROM"}
 
 
@@ -55,6 +56,13 @@ def pin(tag: str) -> cli.Pin:
     return cli.pin_for(entries[tag]["version"])
 
 
+def download(folder: Path, *options: str, quiet: bool = False) -> subprocess.CompletedProcess[str]:
+    """pip's download of a wheel into `folder`; `quiet`: its words are in the answer, not on the terminal."""
+    fixed = ["-q", "--no-cache-dir", "--no-deps", "--only-binary=:all:", "-d", str(folder)]  # CACHE has it already
+    command = [sys.executable, "-m", "pip", "download", *fixed, *options]
+    return subprocess.run(command, text=True, stderr=subprocess.PIPE if quiet else None)
+
+
 def wheel(tag: str) -> Path:
     """The pin's wheel, downloaded once; another file under its name is an error."""
     entry = cli.releases()[tag]
@@ -64,17 +72,7 @@ def wheel(tag: str) -> Path:
         with tempfile.TemporaryDirectory(dir=CACHE) as folder:
             requirement = Path(folder, "pin.txt")
             requirement.write_text(f"vllm=={entry['version']} --hash=sha256:{entry['wheel']['sha256']}\n")
-            options = [
-                "-q",
-                "--no-deps",
-                "--only-binary=:all:",
-                "--require-hashes",
-                "-r",
-                str(requirement),
-                "-d",
-                folder,
-            ]
-            if subprocess.run([sys.executable, "-m", "pip", "download", *options]).returncode:
+            if download(Path(folder), "--require-hashes", "-r", str(requirement)).returncode:
                 wanted = entry["wheel"]["sha256"]
                 sys.exit(f"{tag}: the package index gave no wheel with sha256 {wanted}; see pip's words above")
             Path(folder, path.name).rename(path)
@@ -108,25 +106,73 @@ def checkout(tag: str) -> Path:
 
 
 def start(tag: str, like: str) -> str:
-    """build/TAG for a new pin: the commits of the pin `like`, each merged by git into the new release."""
+    """build/TAG for a new pin: the patches of the pin `like`, each merged into it; goes on where it has stopped."""
     if (cli.PATCHES / tag / "series").exists():
         sys.exit(f"patches/{tag} has a series: tools/series.py checkout {tag}")
-    folder, part = prepare(tag)
-    git(part, "init", "-q", "-b", like)
-    commit_release(like, part)
-    git(part, "tag", "old")
-    commit_series(like, part)
-    git(part, "checkout", "-q", "-b", "series", "old")
-    git(part, "rm", "-q", "-r", "vllm")
-    for info in part.glob("*.dist-info"):
-        shutil.rmtree(info)
-    commit_release(tag, part)
-    git(part, "tag", BASE)
-    part.rename(folder)
-    if not attempt(folder, "cherry-pick", f"old..{like}").returncode:
-        return f"{folder}: every patch merged; read each, then tools/series.py export {tag}"
-    conflicts = git(folder, "diff", "--name-only", "--diff-filter=U").decode().split()
-    return f"{folder}: git stopped at {', '.join(conflicts)}; mend that, git add, git cherry-pick --continue"
+    folder = ROOT / "build" / tag
+    if not started(tag):
+        folder, part = prepare(tag)
+        git(part, "init", "-q", "-b", like)
+        commit_release(like, part)
+        git(part, "tag", "old")
+        git(part, "tag", MERGED)
+        commit_series(like, part)
+        git(part, "checkout", "-q", "-b", "series", "old")
+        git(part, "rm", "-q", "-r", "vllm")
+        for info in part.glob("*.dist-info"):
+            shutil.rmtree(info)
+        commit_release(tag, part)
+        git(part, "tag", BASE)
+        part.rename(folder)
+    merge(folder, like)
+    if stopped := conflicts(folder):
+        mend = f"mend that, git add, git cherry-pick --continue, tools/series.py start {tag} {like} again"
+        return f"{folder}: git stopped at {', '.join(stopped)}; {mend}"
+    return f"{folder}: every patch merged; read each, then tools/series.py export {tag}"
+
+
+def started(tag: str) -> bool:
+    folder = ROOT / "build" / tag
+    return (folder / ".git").is_dir() and not attempt(folder, "rev-parse", "-q", "--verify", MERGED).returncode
+
+
+def merge(folder: Path, like: str) -> None:
+    """The patches of `like` that were not tried yet: exactly if that fits, else by git, until it needs a hand."""
+    if not conclude(folder):
+        return
+    commits = git(folder, "rev-list", "--reverse", f"old..{like}").decode().split()
+    done = len(git(folder, "rev-list", f"old..{MERGED}").split())
+    for commit, (name, text) in list(zip(commits, cli.read_series(cli.PATCHES / like)))[done:]:
+        try:
+            commit_patch(folder, name, text)
+            git(folder, "tag", "-f", MERGED, commit)
+        except cli.Refused:
+            # With what both sides started from, so that a hand sees what each has changed.
+            attempt(folder, "-c", "merge.conflictStyle=diff3", "cherry-pick", commit)
+            git(folder, "tag", "-f", MERGED, commit)
+            if not conclude(folder):
+                return
+
+
+def conclude(folder: Path) -> bool:
+    """Finish the cherry-pick that has begun, if one has; false while it needs a hand."""
+    if conflicts(folder):
+        return False
+    if not attempt(folder, "rev-parse", "-q", "--verify", "CHERRY_PICK_HEAD").returncode:
+        git(folder, "add", "-A", "--", "vllm", ":(exclude)**/__pycache__/**")
+        empty = not attempt(folder, "diff", "--cached", "--quiet").returncode  # the release has all of it already
+        git(folder, "-c", "core.editor=true", "cherry-pick", "--skip" if empty else "--continue")
+    return True
+
+
+def conflicts(folder: Path) -> list[str]:
+    """Files that git could not merge and no hand has: they have its markers, or one side has no such file."""
+    stages: dict[str, set[str]] = {}
+    for line in git(folder, "ls-files", "-u").decode().splitlines():
+        about, _, path = line.partition("\t")
+        stages.setdefault(path, set()).add(about.split()[2])
+    marked = re.compile(rb"(?m)^(<<<<<<<|>>>>>>>) ")
+    return [p for p, found in stages.items() if not {"2", "3"} <= found or marked.search((folder / p).read_bytes())]
 
 
 def prepare(tag: str) -> tuple[Path, Path]:
@@ -148,13 +194,23 @@ def commit_release(tag: str, part: Path) -> None:
 
 def commit_series(tag: str, part: Path) -> None:
     for name, text in cli.read_series(cli.PATCHES / tag):
-        for path, _, hunks in cli.parse_patch(name, text):
-            file = part / path
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(cli.apply_hunks(name, path, file.read_bytes() if file.exists() else b"", hunks))
-            git(part, "add", "-f", path)
-        header = cli.FILE.split(text)[0].removeprefix(b"Subject: ")
-        git(part, "commit", "-q", "-a", "--cleanup=verbatim", "-F", "-", given=header)
+        commit_patch(part, name, text)
+
+
+def commit_patch(part: Path, name: str, text: bytes) -> None:
+    """One commit of what the patch does, exactly; a patch that does not fit changes nothing."""
+    after = {}
+    for path, creates, hunks in cli.parse_patch(name, text):
+        file = part / path
+        if creates and file.exists():
+            raise cli.Refused(f"{name}: the release has a {path} of its own")
+        after[path] = cli.apply_hunks(name, path, file.read_bytes() if file.exists() else b"", hunks)
+    for path, data in after.items():
+        (part / path).parent.mkdir(parents=True, exist_ok=True)
+        (part / path).write_bytes(data)
+        git(part, "add", "-f", path)
+    header = cli.FILE.split(text)[0].removeprefix(b"Subject: ")
+    git(part, "commit", "-q", "-a", "--cleanup=verbatim", "-F", "-", given=header)
 
 
 def export(tag: str) -> list[str]:

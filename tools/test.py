@@ -34,7 +34,7 @@ EACH = ("serve", "release")
 
 
 def command(python: Path, layer: str, more: list[str]) -> list[str]:
-    return [str(python), "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", f"tests/{layer}", *more]
+    return [str(python), "-m", "pytest", "-q", "-rfEs", "-p", "no:cacheprovider", f"tests/{layer}", *more]
 
 
 def test(layer: str, tag: str, more: list[str], held: IO[bytes] | None) -> bool:

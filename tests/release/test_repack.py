@@ -44,7 +44,7 @@ def no_workspace(patched, monkeypatch):
     """A kernel's workspace is as large as the card has processors, and a CPU has none."""
     from vllm.model_executor.layers.quantization.utils import marlin_utils_fp4
 
-    monkeypatch.setattr(marlin_utils_fp4, "marlin_make_workspace_new", lambda *_: torch.zeros(4), raising=False)
+    monkeypatch.setattr(marlin_utils_fp4, "marlin_make_workspace_new", lambda *_, **__: torch.zeros(4), raising=False)
 
 
 @pytest.mark.parametrize("scheme", [*repacks.PLAIN, *repacks.MARLIN])
