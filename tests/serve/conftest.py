@@ -15,8 +15,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 import envs  # noqa: E402
 from server import Server  # noqa: E402
 
-# Everything is served on the default pin; on the others that experts offloaded answer as resident ones do. A start takes
-# half a minute, and all of them on each pin would take an hour.
+# Everything is served on the default pin; on the others, that experts offloaded answer as resident ones do. A start
+# takes half a minute, and all of them on each pin would take an hour.
 WHOLE = "0.33.0"
 # What offload must not disturb (test_features.py) is served on the newest pin that has a CPU backend of its own.
 FEATURED = "0.32.0"
