@@ -198,6 +198,15 @@ def test_the_driver_against_cuda(tmp_path, cuda, version, state, needs):
     assert bool(line.step) == (state != OK)
 
 
+@pytest.mark.parametrize(
+    ("card", "cuda", "other"), [(RTX3090, "13.0", True), (RTX3090, "12.9", False), (RTX5090, "13.0", False)]
+)
+def test_an_older_driver_has_an_image_on_an_older_card(tmp_path, card, cuda, other):
+    line = driver.check(machine(tmp_path, run=with_driver("470.10", card), cuda=cuda), asked())
+    assert line.state == FAIL and "Install driver" in line.step
+    assert ("RELEASE=v0.32.0 VARIANT=sm86" in line.step) is other
+
+
 def test_a_5090_needs_the_driver_of_its_ptx(tmp_path):
     old = machine(tmp_path, run=with_driver("570.86", RTX5090), cuda="12.9")
     line = driver.check(old, asked())

@@ -35,11 +35,11 @@ def cuda_of(machine: Machine) -> str:
     return found or machine.env("CUDA_VERSION")
 
 
-def _step(machine: Machine, least: str) -> str:
+def _step(machine: Machine, gpu: Gpu, least: str) -> str:
     step = f"Install driver {least} or newer on the host"
     if machine.wsl:
         step = f"Install driver {least} or newer in Windows (nvidia.com/drivers), then `wsl --shutdown`"
-    if version(cuda_of(machine))[:1] <= (12,):
+    if version(cuda_of(machine))[:1] <= (12,) or gpu.capability[0] != 8:
         return step
     return f"{step}; or take RELEASE=v0.32.0 VARIANT=sm86, with CUDA 12.9, which older drivers run"
 
@@ -71,12 +71,12 @@ def _compared(machine: Machine, gpu: Gpu, cuda: str, least: str, floor: str) -> 
         return Line(NAME, OK, found)
     if has < version(floor):
         if gpu.datacenter and _folders(machine):
-            return Line(NAME, WARN, f"{found}; compat libraries may bridge that on {gpu.name}", _step(machine, least))
-        return Line(NAME, FAIL, found, _step(machine, least))
+            return Line(NAME, WARN, f"{found}; compat libraries may bridge that on {gpu.name}", _step(machine, gpu, least))
+        return Line(NAME, FAIL, found, _step(machine, gpu, least))
     if gpu.capability >= _NEEDS_PTX:
-        return Line(NAME, FAIL, f"{found}: this card's kernels come partly as PTX", _step(machine, least))
+        return Line(NAME, FAIL, f"{found}: this card's kernels come partly as PTX", _step(machine, gpu, least))
     minor = f"{found}; from {floor} on, minor version compatibility runs compiled kernels but translates no PTX"
-    return Line(NAME, WARN, minor, f"If a kernel fails with 'unsupported toolchain': {_step(machine, least)}")
+    return Line(NAME, WARN, minor, f"If a kernel fails with 'unsupported toolchain': {_step(machine, gpu, least)}")
 
 
 def _folders(machine: Machine) -> list[str]:
