@@ -71,7 +71,8 @@ def _compared(machine: Machine, gpu: Gpu, cuda: str, least: str, floor: str) -> 
         return Line(NAME, OK, found)
     if has < version(floor):
         if gpu.datacenter and _folders(machine):
-            return Line(NAME, WARN, f"{found}; compat libraries may bridge that on {gpu.name}", _step(machine, gpu, least))
+            bridged = f"{found}; compat libraries may bridge that on {gpu.name}"
+            return Line(NAME, WARN, bridged, _step(machine, gpu, least))
         return Line(NAME, FAIL, found, _step(machine, gpu, least))
     if gpu.capability >= _NEEDS_PTX:
         return Line(NAME, FAIL, f"{found}: this card's kernels come partly as PTX", _step(machine, gpu, least))
