@@ -90,14 +90,14 @@ def glm53(layers: int, quantization: dict | None) -> dict:
 
 def build(model: str, quant: str, layers: int, folder: Path) -> str:
     """The folder of `model`'s configuration, made below `folder`; `harness.start` goes by "qwen35" in its name."""
-    import harness
+    import synthetic
 
     if model == "glm53":
-        return harness.write(folder / f"glm53-{quant}-{layers}", glm53(layers, harness.quantization(quant)))
-    path = harness.qwen35(folder, quant, layers)
+        return synthetic.write(folder / f"glm53-{quant}-{layers}", glm53(layers, synthetic.quantization(quant)))
+    path = synthetic.qwen35(folder, quant, layers)
     if model == "qwen35-2304":
         config = json.loads((Path(path) / "config.json").read_text())
-        return harness.write(folder / f"qwen35-2304-{quant}-{layers}", enlarged(config))
+        return synthetic.write(folder / f"qwen35-2304-{quant}-{layers}", enlarged(config))
     return path
 
 
@@ -176,6 +176,7 @@ def prepare(a: argparse.Namespace) -> None:
     """What every process needs that may load weights: a spawned worker comes through here as well."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0" if a.tp == 1 else "1")
     import harness
+    import same_kernels
     import torch
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
     from vllm.v1.worker.gpu_worker import Worker
@@ -183,7 +184,7 @@ def prepare(a: argparse.Namespace) -> None:
     harness.fill = filler(harness.fill)
     if a.tp > 1:  # what `start` sets in the first process alone
         harness.pretend(a.memory == "pageable")
-        harness.on_newer_kernels()
+        same_kernels.on_newer_library()
         DummyModelLoader.load_weights = lambda self, model, config: harness.fill(model)
     Worker.load_model = measured(Worker.load_model, Path(os.environ[NOTES]), torch.cuda)
 

@@ -49,7 +49,7 @@ FLASHINFER = "flashinfer_jit_cache"
 
 
 class Damaged(Exception):
-    """The file is not what its headers say."""
+    """A file is not what its headers say, or there is none."""
 
 
 class Code(NamedTuple):
@@ -182,18 +182,24 @@ def check(tree: Path, variant: str) -> tuple[list[str], list[str]]:
     return lines, errors
 
 
+def installed() -> Path:
+    """The folder that contains the vllm/ of this Python, which is not imported for it."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        raise Damaged(f"no vllm is installed for {sys.executable}")
+    return Path(spec.origin).resolve().parent.parent
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("variant", choices=VARIANTS)
     parser.add_argument("--tree", type=Path)
     a = parser.parse_args(argv)
-    tree = a.tree
-    if tree is None:
-        spec = importlib.util.find_spec("vllm")
-        if spec is None or spec.origin is None:
-            print(f"arch: no vllm is installed for {sys.executable}: build on an official vLLM image", file=sys.stderr)
-            return 1
-        tree = Path(spec.origin).resolve().parent.parent
+    try:
+        tree = a.tree or installed()
+    except Damaged as why:
+        print(f"arch: {why}: build on an official vLLM image", file=sys.stderr)
+        return 1
     lines, errors = check(tree, a.variant)
     print("\n".join(lines))
     for error in errors:

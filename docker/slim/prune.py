@@ -11,7 +11,6 @@ A library goes only where the headers of its GPU code say that those GPUs find n
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import shutil
 import sys
 from pathlib import Path
@@ -64,14 +63,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tree", type=Path)
     tree = parser.parse_args(argv).tree
-    if tree is None:
-        spec = importlib.util.find_spec("vllm")
-        if spec is None or spec.origin is None:
-            print(f"prune: no vllm is installed for {sys.executable}: install the lock first", file=sys.stderr)
-            return 1
-        tree = Path(spec.origin).resolve().parent.parent
     try:
-        removed = prune(tree)
+        removed = prune(tree or arch.installed())
     except arch.Damaged as error:
         print(f"prune: {error}", file=sys.stderr)
         return 1

@@ -20,6 +20,7 @@ def resident(tmp_path_factory):
     Kept in a file, so that several processes (`pytest -n 6`) on one card share them.
     """
     import harness
+    import synthetic
 
     workers = bool(os.environ.get("PYTEST_XDIST_WORKER"))
     folder = tmp_path_factory.getbasetemp().parent if workers else tmp_path_factory.mktemp("models")
@@ -29,7 +30,7 @@ def resident(tmp_path_factory):
         with open(f"{kept}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not kept.exists():
-                path = harness.nemotron(folder) if scheme == "nemotron" else harness.qwen35(folder, scheme)
+                path = synthetic.nemotron(folder) if scheme == "nemotron" else synthetic.qwen35(folder, scheme)
                 run = harness.start(path, mode=mode)
                 harness.end(run)
                 kept.write_text(json.dumps([path, run.tokens, run.loaded]))

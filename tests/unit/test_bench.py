@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """bench/host_peak.py: what is parsed, counted, divided, and measured for real."""
 
+import ast
 import json
 import os
 import subprocess
@@ -17,6 +18,30 @@ import host_peak  # noqa: E402
 import rows  # noqa: E402
 
 MiB = 2**20
+GPU = BENCH.parent / "tests" / "gpu"
+
+
+# what only a GPU can run
+
+
+def test_what_gpu_code_takes_of_its_modules_is_there():
+    """Its imports stand in functions and run on a card alone, where a name that moved would cost an hour of it."""
+    modules = ("harness", "same_kernels", "synthetic")
+    trees = {name: ast.parse((GPU / f"{name}.py").read_text()) for name in modules}
+    there = {
+        name: {n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+        | {t.id for n in tree.body if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Name)}
+        for name, tree in trees.items()
+    }
+    users = [*trees.values(), *(ast.parse(f.read_text()) for f in (BENCH / "load.py", *GPU.glob("test_*.py")))]
+    taken = {
+        (node.value.id, node.attr)
+        for tree in users
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules
+    }
+    assert len(taken) > 10
+    assert not {(module, name) for module, name in taken if name not in there[module]}
 
 
 # rows

@@ -5,10 +5,10 @@ import gc
 
 import pytest
 import torch
+from expert_offload import Memory, Offloader
 from expert_offload import repack as repack_module
 from expert_offload.deferred import Tape
 from expert_offload.host import Arena
-from expert_offload.offloader import Memory, Offloader
 from expert_offload.repack import RepackError, chunk_bytes, chunks
 from fake_model import CPU, EXPERTS, NVFP4, Layer, Model, has_attention, load, pageable, parameter, resident, tokens
 from hypothesis import given

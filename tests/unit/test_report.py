@@ -4,8 +4,9 @@
 import pytest
 import torch
 import torch._inductor.compile_fx
-from expert_offload import Memory, Offloader, cache_factor, offloader, report
-from expert_offload.offloader import CPU_SWITCH, PIN_SWITCH, POISON_SWITCH, NothingMoved
+from expert_offload import Memory, Offloader, cache_factor, memory, offloader, report
+from expert_offload.host import PIN_SWITCH
+from expert_offload.offloader import CPU_SWITCH, POISON_SWITCH, NothingMoved
 from expert_offload.selection import PatternError
 from fake_model import (
     ALL_EXPERTS,
@@ -67,9 +68,9 @@ def test_what_may_be_page_locked(told, switch, limit, why, monkeypatch):
 
 def test_wsl_page_locks_a_part_of_the_machines_memory(monkeypatch):
     monkeypatch.delenv(PIN_SWITCH, raising=False)
-    monkeypatch.setattr(offloader, "memory_total", lambda: 100 * 2**30)
-    memory = Memory.found(**{**FOUND, "wsl": True})
-    assert memory.limit == 40 * 2**30 and "WSL" in memory.why and not memory.copies
+    monkeypatch.setattr(memory, "memory_total", lambda: 100 * 2**30)
+    found = Memory.found(**{**FOUND, "wsl": True})
+    assert found.limit == 40 * 2**30 and "WSL" in found.why and not found.copies
 
 
 def test_memory_that_may_not_be_read_in_place():
