@@ -3,7 +3,7 @@
 """One start of vLLM on a synthetic model, for figures of loading: seconds, the card's peak, bytes that moved. READY on
 a line of its own when the engine is up; one row of bench/results, as JSON, on the last line.
 
-    PYTHONPATH=SITE python3 bench/load.py --model qwen35-40 --quant nvfp4 --offload-gb 2
+    PYTHONPATH=SITE python3 bench/load.py --model qwen35-40 --quant nvfp4 --offload-gb 16
 
 Host peak per byte offloaded: what the start with offload holds at its peak above the start without, over what moved.
 
@@ -12,10 +12,10 @@ Host peak per byte offloaded: what the start with offload holds at its peak abov
     run without 0; run with 8
     python3 bench/load.py --ratio with.json without.json
 
-Models, with their experts' packed weights: qwen35-40, 64 experts of width 512 in 40 layers (3.75 GiB); qwen35-2304,
-2 layers whose w13_weight has exactly 2304 MiB, of which an allocator that rounds to a power of two makes 4 GiB (6.75
-GiB); glm53, the experts of GLM-5.3-Flash-AWQ in a Qwen3-MoE body of 42 layers (142 GiB: --layers for fewer). Weights
-are dummies, drawn on the card a piece at a time, so that a run's peak is the release's and not ours.
+Models, with their experts' packed weights: qwen35-40, the experts of Qwen3.5-35B-A3B in 40 layers (15 GiB);
+qwen35-2304, 2 layers whose w13_weight has exactly 2304 MiB, of which an allocator that rounds to a power of two makes 4
+GiB (6.75 GiB); glm53, the experts of GLM-5.3-Flash-AWQ in a Qwen3-MoE body of 42 layers (142 GiB: --layers for fewer).
+Weights are dummies, drawn on the card a piece at a time, so that a run's peak is the release's and not ours.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def build(model: str, quant: str, layers: int, folder: Path) -> str:
 
     if model == "glm53":
         return synthetic.write(folder / f"glm53-{quant}-{layers}", glm53(layers, synthetic.quantization(quant)))
-    path = synthetic.qwen35(folder, quant, layers)
+    path = synthetic.qwen35(folder, quant, layers, experts=256)
     if model == "qwen35-2304":
         config = json.loads((Path(path) / "config.json").read_text())
         return synthetic.write(folder / f"qwen35-2304-{quant}-{layers}", enlarged(config))

@@ -44,8 +44,8 @@ def quantization(scheme: str) -> dict | None:
     )
 
 
-def qwen35(folder: Path, scheme: str, layers: int = 8) -> str:
-    """A Qwen3.5-MoE of `layers` layers (gated delta net and attention), 64 experts of width 512, 8 a token."""
+def qwen35(folder: Path, scheme: str, layers: int = 8, experts: int = 64) -> str:
+    """A Qwen3.5-MoE of `layers` layers (gated delta net and attention), `experts` of width 512, 8 a token."""
     try:
         from transformers import CONFIG_MAPPING
 
@@ -61,7 +61,7 @@ def qwen35(folder: Path, scheme: str, layers: int = 8) -> str:
         dtype="bfloat16",
         torch_dtype="bfloat16",
         eos_token_id=None,
-        num_experts=64,
+        num_experts=experts,
         vocab_size=8192,
     )
     config["vision_config"]["depth"] = 1
