@@ -142,10 +142,24 @@ def filler(fill: Callable) -> Callable:
     return fill_pieces
 
 
-def measured(load: Callable, folder: Path, cuda: Any) -> Callable:
+def watched(load: Callable, peaks: list[int], cuda: Any) -> Callable:
+    """A loader's `load_model` that adds the card's peak to `peaks`: what calls it measures memory as well, and starts
+    the count of the peak anew as soon as it returns.
+    """
+
+    def load_model(*arguments: Any, **named: Any) -> Any:
+        out = load(*arguments, **named)
+        peaks.append(cuda.max_memory_allocated())
+        return out
+
+    return load_model
+
+
+def measured(load: Callable, folder: Path, peaks: list[int], cuda: Any) -> Callable:
     """A worker's `load_model` that leaves a file of figures: in a worker process nothing else finds its way back.
 
-    From before the model is built until its weights are processed, and with that until the offloader is done.
+    From before the model is built until its weights are processed, and with that until the offloader is done. `peaks`:
+    what a loader inside of it, `watched`, has seen.
     """
 
     def load_model(self: Any, *arguments: Any, **named: Any) -> Any:
@@ -155,7 +169,7 @@ def measured(load: Callable, folder: Path, cuda: Any) -> Callable:
         before, began = cuda.memory_allocated(), time.monotonic()
         out = load(self, *arguments, **named)
         cuda.synchronize()
-        seconds, peak = time.monotonic() - began, cuda.max_memory_allocated()
+        seconds, peak = time.monotonic() - began, max([*peaks, cuda.max_memory_allocated()])
         gc.collect()
         note = dict(seconds=seconds, peak=peak, allocated=cuda.memory_allocated(), before=before, **offloaded())
         (folder / f"{getattr(self, 'rank', 0)}-{os.getpid()}.json").write_text(json.dumps(note))
@@ -178,6 +192,7 @@ def prepare(a: argparse.Namespace) -> None:
     import harness
     import same_kernels
     import torch
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
     from vllm.v1.worker.gpu_worker import Worker
 
@@ -186,7 +201,9 @@ def prepare(a: argparse.Namespace) -> None:
         harness.pretend(a.memory == "pageable")
         same_kernels.on_newer_library()
         DummyModelLoader.load_weights = lambda self, model, config: harness.fill(model)
-    Worker.load_model = measured(Worker.load_model, Path(os.environ[NOTES]), torch.cuda)
+    peaks: list[int] = []
+    BaseModelLoader.load_model = watched(BaseModelLoader.load_model, peaks, torch.cuda)
+    Worker.load_model = measured(Worker.load_model, Path(os.environ[NOTES]), peaks, torch.cuda)
 
 
 def case(a: argparse.Namespace) -> str:
@@ -215,6 +232,16 @@ def figures(a: argparse.Namespace, notes: list[dict], ready: float) -> dict:
         patched=not a.unpatched,
         **{k: getattr(a, k) for k in ("model", "layers", "quant", "offload_gb", "params", "tp", "memory", "mode")},
     )
+
+
+def used(a: argparse.Namespace) -> dict:
+    """Bytes in use on the card by whoever holds them, once the engine has served: right when nobody else is on it."""
+    if a.tp > 1:  # the cards are the workers'
+        return {}
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    return dict(gpu_used=total - free)
 
 
 def ratio(with_offload: int, without: int, moved: int) -> float:
@@ -287,7 +314,7 @@ def main() -> None:
 
         harness.Run.generate = announce
         run = harness.start(build(a.model, a.quant, a.layers, Path(folder)), **settings(a))
-        found = figures(a, [json.loads(f.read_text()) for f in notes.iterdir()], ready[0])
+        found = figures(a, [json.loads(f.read_text()) for f in notes.iterdir()], ready[0]) | used(a)
         with contextlib.suppress(Exception):  # workers of their own end with this process at the latest
             run.llm.llm_engine.engine_core.shutdown()
     print(json.dumps(found), flush=True)

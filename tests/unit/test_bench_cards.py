@@ -241,14 +241,18 @@ def test_a_worker_notes_what_loading_took(tmp_path, monkeypatch):
         def max_memory_allocated(self):
             return self.most
 
-    cuda = Cuda()
+    cuda, peaks = Cuda(), []
+
+    def load_weights():
+        cuda.held, cuda.most = 30, 70
 
     def load_model(self, *, load_dummy_weights=False):
-        cuda.held, cuda.most = 30, 70
+        load.watched(load_weights, peaks, cuda)()
+        cuda.most = 30  # what vLLM measures itself starts the count of the peak anew
         return "model"
 
     monkeypatch.setattr(load, "offloaded", lambda: dict(moved=11, claimed=0))
-    worker = type("Worker", (), dict(rank=1, load_model=load.measured(load_model, tmp_path, cuda)))
+    worker = type("Worker", (), dict(rank=1, load_model=load.measured(load_model, tmp_path, peaks, cuda)))
     assert worker().load_model(load_dummy_weights=True) == "model"
     (file,) = tmp_path.iterdir()
     note = json.loads(file.read_text())

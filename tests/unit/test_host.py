@@ -14,6 +14,7 @@ import torch
 from expert_offload.host import (
     Arena,
     HostBuffer,
+    Mapping,
     flat_bytes,
     like,
 )
@@ -47,6 +48,25 @@ def test_memory_lives_as_long_as_the_last_tensor_on_it():
     assert flat_bytes(view).tolist() == [7] * 16
     del view
     assert ours() == before
+
+
+def test_huge_pages_are_asked_for_and_not_needed(monkeypatch):
+    def flags(buffer: HostBuffer) -> list[str]:
+        areas = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.M)
+        area = next(a for a in areas if a.startswith(f"{buffer.mapping.start:x}-"))
+        return re.search(r"^VmFlags: (.*)$", area, re.M)[1].split()
+
+    assert "hg" in flags(HostBuffer(4 * 2**20))
+    advise = Mapping.madvise
+
+    def refuse(self, advice, *span):
+        if advice == mmap.MADV_HUGEPAGE:
+            raise OSError(22, "Invalid argument")
+        return advise(self, advice, *span)
+
+    monkeypatch.setattr(Mapping, "madvise", refuse)
+    buffer = HostBuffer(4 * 2**20)
+    assert "hg" not in flags(buffer) and "dc" in flags(buffer) and not buffer.bytes.any()
 
 
 @pytest.mark.parametrize("nbytes", [0, -1])
