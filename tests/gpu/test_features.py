@@ -224,16 +224,6 @@ def test_sleep(memory, runner, folder, once, figures, checkpoints):
     assert got["level 2"] == want["level 2"]
 
 
-def ring_is_right(modules: int) -> set[int]:
-    """Steps with which this release's ring of buffers gives `modules` layers their own weights."""
-    from vllm.model_executor.offloader import prefetch
-
-    every = set(range(1, modules + 2))
-    if hasattr(prefetch, "_get_next_prefetch_index"):
-        return every
-    return {step for step in every if step >= modules or modules % step == 0}
-
-
 @pytest.mark.parametrize("group", [1, 2, 3, 4])
 def test_prefetch_ring(group, figures):
     """The release's other backend, layers alone: each finds its own weights, for every number and step of a group."""
@@ -243,7 +233,7 @@ def test_prefetch_ring(group, figures):
     from vllm.model_executor.offloader.prefetch import PrefetchOffloader
 
     harness.pretend(wsl=False)
-    layers, wrong, known = 8, [], []
+    layers, wrong = 8, []
     x = torch.randn(4, 64, device="cuda")
     for number in range(1, group + 1):
         offloaded = sum(i % group >= group - number for i in range(layers))
@@ -264,12 +254,10 @@ def test_prefetch_ring(group, figures):
                     got = layer(got)
                 torch.cuda.synchronize()
                 if not torch.equal(got, want):
-                    (wrong if step in ring_is_right(offloaded) else known).append((number, step, turn))
+                    wrong.append((number, step, turn))
     base.set_offloader(base.NoopOffloader())
-    figures(f"prefetch ring of groups of {group}: wrong", len(wrong) + len(known), "passes", wrong=wrong, known=known)
-    assert not wrong
-    if known:
-        pytest.xfail(f"the release's ring, fixed in v0.26.0's successors: wrong at (number, step, pass) {known}")
+    figures(f"prefetch ring of groups of {group}: wrong passes", len(wrong), "passes")
+    assert not wrong, f"(number, step, pass): {wrong}"
 
 
 @by_runner
@@ -280,8 +268,6 @@ def test_prefetch(group, number, step, runner, folder, once, figures):
     import synthetic
     import torch
 
-    if step not in ring_is_right(8 // group * number):
-        pytest.skip("this release's ring gives layers others' weights: test_prefetch_ring")
     v2 = runner == "v2"
     path = synthetic.qwen3(folder, "bf16")
 
