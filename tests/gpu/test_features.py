@@ -261,8 +261,10 @@ def test_prefetch_ring(group, figures):
 
 
 @by_runner
-@pytest.mark.parametrize("group, number, step", [(2, 1, 1), (4, 2, 2), (4, 3, 4)])
-def test_prefetch(group, number, step, runner, folder, once, figures):
+@pytest.mark.parametrize(
+    "mode, group, number, step", [("compiled", 2, 1, 1), ("compiled", 4, 2, 2), ("eager", 4, 3, 4)]
+)
+def test_prefetch(mode, group, number, step, runner, folder, once, figures):
     """The release's other backend beside our patches; in bf16, since it loses weights that change their names."""
     import harness
     import synthetic
@@ -272,19 +274,19 @@ def test_prefetch(group, number, step, runner, folder, once, figures):
     path = synthetic.qwen3(folder, "bf16")
 
     def resident():
-        run = harness.start(path, mode="compiled", v2=v2)
+        run = harness.start(path, mode=mode, v2=v2)
         harness.end(run)
         return run.tokens
 
-    want = once(f"prefetch-{runner}", resident)
+    want = once(f"prefetch-{mode}-{runner}", resident)
     more = dict(offload_group_size=group, offload_num_in_group=number, offload_prefetch_step=step)
-    run = harness.start(path, mode="compiled", v2=v2, offload_params={"experts"}, **more)
+    run = harness.start(path, mode=mode, v2=v2, offload_params={"experts"}, **more)
     try:
         assert run.v2 is v2 and type(run.offloader).__name__ == "PrefetchOffloader"
-        assert run.replays > 0
+        assert (run.replays > 0) is (mode != "eager")
         moved = [m for m in run.offloader.module_offloaders if m._param_offloaders]
         assert len(moved) == 8 // group * number
-        case = f"prefetch group {group} number {number} step {step} {runner}: tokens equal"
+        case = f"prefetch group {group} number {number} step {step} {mode} {runner}: tokens equal"
         figures(case, int(run.tokens == want), "tokens equal", graphs=run.graphs)
         assert run.tokens == want
         (first,) = (p for name, p in moved[0]._param_offloaders.items() if name.endswith("w13_weight"))
