@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """GPU tests: `pytest -m gpu tests/gpu` with a patched release on the path. Figures go to $EXPERT_OFFLOAD_FIGURES."""
 
+import fcntl
 import json
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +20,28 @@ def needs_a_card():
     pytest.importorskip(
         "vllm.expert_offload_adapter", reason="no patched vllm on the path: python3 vllm_offload.py apply"
     )
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory) -> Path:
+    """For models and what was found about them; the same one for several processes (`pytest -n 6`) on one card."""
+    workers = os.environ.get("PYTEST_XDIST_WORKER")
+    return tmp_path_factory.getbasetemp().parent if workers else tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="session")
+def once(folder):
+    """once(name, make) -> what `make` returned (JSON), made by the process that comes first."""
+
+    def get(name, make):
+        kept = folder / f"{name}.json"
+        with open(f"{kept}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not kept.exists():
+                kept.write_text(json.dumps(make()))
+        return json.loads(kept.read_text())
+
+    return get
 
 
 @pytest.fixture(scope="session")

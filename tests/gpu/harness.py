@@ -138,13 +138,33 @@ class Run:
 
         return get_offloader()
 
-    def generate(self, tokens: int = 64) -> list[list[int]]:
+    @property
+    def runner(self):
+        """The worker's model runner, of either kind."""
+        return self.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+    @property
+    def v2(self) -> bool:
+        """Whether the V2 model runner runs, whatever was asked for."""
+        return type(self.runner).__module__ == "vllm.v1.worker.gpu.model_runner"
+
+    @property
+    def drafter(self):
+        """What proposes tokens, None without speculation; its `model` is the drafter's own."""
+        return getattr(self.runner, "speculator" if self.v2 else "drafter", None)
+
+    @property
+    def graphs(self) -> str:
+        """Name of the CUDA graph mode that was resolved when all was known."""
+        return self.runner.compilation_config.cudagraph_mode.name
+
+    def generate(self, tokens: int = 64, **kw) -> list[list[int]]:
         from vllm import SamplingParams
 
         words = self.llm.llm_engine.model_config.get_vocab_size()
         prompts = [{"prompt_token_ids": [(i * 7919 + k * 104729) % words for i in range(32)]} for k in range(2)]
         sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        return [list(o.outputs[0].token_ids) for o in self.llm.generate(prompts, sampling, use_tqdm=False)]
+        return [list(o.outputs[0].token_ids) for o in self.llm.generate(prompts, sampling, use_tqdm=False, **kw)]
 
     def swap_two_experts(self) -> None:
         """Exchange the first two experts' gate and up weights of one offloaded layer, where they lie in host memory."""
@@ -162,8 +182,8 @@ def start(model: str, *, mode: str, memory: str = "mapped", v2: bool = False, **
         mode: "eager", "compiled" (the release's default graphs) or "piecewise" (compiled, no full graphs).
         memory: "mapped", "pinned" (no UVA), "wsl" (its rules, where memory can be page-locked), "pageable" (its rules,
             where it can't), "part" (as much as `PART` is) or "unpinned" (the switch).
-        v2: ask for the V2 model runner.
-        kw: more settings of vllm.LLM.
+        v2: ask for the V2 model runner, else for V1; which one ran is `Run.v2`.
+        kw: more settings of vllm.LLM; what `compilation_config` says is added to the mode's.
     """
     import vllm.envs as envs
     import vllm.model_executor.model_loader.dummy_loader as dummy
@@ -192,7 +212,7 @@ def start(model: str, *, mode: str, memory: str = "mapped", v2: bool = False, **
         out = load(self, *a, **k)
         gc.collect()
         torch.cuda.synchronize()
-        run.made = dict(blocks().items() - before.items())
+        run.made.update(blocks().items() - before.items())  # a drafter's model is loaded after the target's
         return out
 
     settings = dict(
@@ -206,6 +226,7 @@ def start(model: str, *, mode: str, memory: str = "mapped", v2: bool = False, **
         max_num_batched_tokens=1024,
         enable_prefix_caching=False,
         seed=0,
+        **same_kernels.marlin(),
     )
     if "nemotron" in model:
         synthetic.introduce_nemotron()
@@ -217,6 +238,8 @@ def start(model: str, *, mode: str, memory: str = "mapped", v2: bool = False, **
         settings["compilation_config"] = {"cudagraph_capture_sizes": [1, 2, 4], "inductor_compile_config": by_time}
     if mode == "piecewise":
         settings["compilation_config"]["cudagraph_mode"] = "PIECEWISE"
+    if more := kw.pop("compilation_config", None):
+        settings["compilation_config"] = {**settings.get("compilation_config", {}), **more}
     replay = torch.cuda.CUDAGraph.replay
 
     def counted(graph):
@@ -243,11 +266,18 @@ def end(run: Run) -> None:
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.model_executor.offloader import base
 
-    core = run.llm.llm_engine.engine_core.engine_core
-    runner = core.model_executor.driver_worker.worker.model_runner
+    client = run.llm.llm_engine.engine_core
+    runner = run.runner
     free(runner.kv_caches)
     free(runner.model.parameters())  # not buffers: vLLM keeps rotary tables for the next model of the process
-    del core, runner
+    if (drafted := getattr(run.drafter, "model", None)) is not None:
+        free(drafted.parameters())
+    del drafted, runner
+    if hasattr(client, "_finalizer"):
+        # v0.33.0 shuts down when the client is collected, and takes the process's offloader and tables away with it:
+        # now, while they are this engine's.
+        client.shutdown()
+    del client
     run.llm = None
     base.set_offloader(base.NoopOffloader())
     torch._dynamo.reset()

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import vllm
+
 
 def on_newer_library() -> None:
     """v0.17.1 and v0.18.0 on the kernels of 0.20.2, which want global scales in float32, where they are bf16's."""
     import vllm._custom_ops as ops
-
-    import vllm
 
     bundled = (Path(vllm.__file__).parent / "_C_stable_libtorch.abi3.so").exists()
     if not (bundled and vllm.__version__.startswith(("0.17.", "0.18."))) or hasattr(ops, "as_released"):
@@ -39,6 +39,15 @@ def triton_prefill() -> dict[str, str]:
 
     ChunkGatedDeltaRule.forward_cuda = ChunkGatedDeltaRule.forward_native
     return {}
+
+
+def marlin() -> dict[str, str]:
+    """What asks for Marlin where a release takes Humming before it on SM90: users' cards run Marlin, or FP4 kernels.
+
+    By a file, since Humming's package may be missing and then its modules can't be imported.
+    """
+    prefers = Path(vllm.__file__).parent / "model_executor/layers/quantization/utils/humming/priority.py"
+    return {"moe_backend": "marlin"} if prefers.exists() else {}
 
 
 def first_configuration() -> None:

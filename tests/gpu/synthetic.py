@@ -44,8 +44,12 @@ def quantization(scheme: str) -> dict | None:
     )
 
 
-def qwen35(folder: Path, scheme: str, layers: int = 8, experts: int = 64) -> str:
-    """A Qwen3.5-MoE of `layers` layers (gated delta net and attention), `experts` of width 512, 8 a token."""
+def qwen35(folder: Path, scheme: str, layers: int = 8, experts: int = 64, drafts: bool = False) -> str:
+    """A Qwen3.5-MoE of `layers` layers (gated delta net and attention), `experts` of width 512, 8 a token.
+
+    Args:
+        drafts: with an MTP head of one layer, whose experts are in bf16, as in NVIDIA's checkpoints.
+    """
     try:
         from transformers import CONFIG_MAPPING
 
@@ -68,7 +72,81 @@ def qwen35(folder: Path, scheme: str, layers: int = 8, experts: int = 64) -> str
     config.update(
         architectures=["Qwen3_5MoeForConditionalGeneration"], dtype="bfloat16", quantization_config=quantization(scheme)
     )
-    return write(folder / f"qwen35-{scheme}-{layers}", config)
+    if drafts:  # v0.26.0 looks for it beside the text's configuration
+        text["mtp_num_hidden_layers"] = config["mtp_num_hidden_layers"] = 1
+    return write(folder / f"qwen35-{scheme}-{layers}{'-drafts' if drafts else ''}", config)
+
+
+def qwen3(folder: Path, scheme: str, layers: int = 8) -> str:
+    """A Qwen3-MoE of `layers` layers, all attention and so with every kind of CUDA graph; 64 experts, 8 a token."""
+    config = dict(
+        model_type="qwen3_moe",
+        architectures=["Qwen3MoeForCausalLM"],
+        vocab_size=8192,
+        hidden_size=1024,
+        intermediate_size=2048,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=128,
+        hidden_act="silu",
+        attention_bias=False,
+        num_experts=64,
+        num_experts_per_tok=8,
+        moe_intermediate_size=512,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        norm_topk_prob=True,
+        max_position_embeddings=4096,
+        rms_norm_eps=1e-6,
+        rope_theta=10000.0,
+        tie_word_embeddings=False,
+        torch_dtype="bfloat16",
+        dtype="bfloat16",
+        quantization_config=quantization(scheme),
+    )
+    return write(folder / f"qwen3-{scheme}-{layers}", config)
+
+
+def adapter(folder: Path, model: str) -> str:
+    """A LoRA adapter for the attention (queries and output) of a `qwen3` at `model`, strong enough to change tokens."""
+    import torch
+    from safetensors.torch import save_file
+
+    config = json.loads((Path(model) / "config.json").read_text())
+    wide, rank = config["num_attention_heads"] * config["head_dim"], 16
+    shapes = {"q_proj": (config["hidden_size"], wide), "o_proj": (wide, config["hidden_size"])}
+    drawn = torch.Generator().manual_seed(0)
+    tensors = {}
+    for layer in range(config["num_hidden_layers"]):
+        for name, (into, out) in shapes.items():
+            at = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            tensors[f"{at}.lora_A.weight"] = torch.randn(rank, into, generator=drawn).mul(0.05).bfloat16()
+            tensors[f"{at}.lora_B.weight"] = torch.randn(out, rank, generator=drawn).mul(0.05).bfloat16()
+    path = folder / f"adapter-{Path(model).name}"
+    path.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, path / "adapter_model.safetensors", metadata={"format": "pt"})
+    settings = dict(peft_type="LORA", r=rank, lora_alpha=2 * rank, target_modules=sorted(shapes), bias="none")
+    (path / "adapter_config.json").write_text(json.dumps(settings))
+    return str(path)
+
+
+def reversed_experts(checkpoint: Path, folder: Path) -> Path:
+    """A copy of `checkpoint`, layer 1's experts in reverse order under a router that does not know."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(checkpoint, folder)
+    tensors = load_file(folder / "model.safetensors")
+    prefix = "model.layers.1.mlp.experts."
+    experts = {name.removeprefix(prefix): tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
+    last = max(int(name.partition(".")[0]) for name in experts)
+    for name, tensor in experts.items():
+        number, _, rest = name.partition(".")
+        tensors[f"{prefix}{last - int(number)}.{rest}"] = tensor
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 def nemotron(folder: Path) -> str:

@@ -1,40 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokens with experts in host memory equal the resident model's, in every mode, and the bytes reported left the GPU."""
 
-import fcntl
-import json
-import os
+import importlib.util
 
 import pytest
+from runners import runners
 
 pytestmark = pytest.mark.gpu
 GiB = 2**30
 HALF = 0.38  # GiB: about half of the 0.75 GiB of experts of the 8-layer model
+V2 = " V2 runner"
+DEFAULT = runners()[0] == "v2"  # what is not run with both runners runs with the one that a release takes by itself
 AMOUNTS = {"one-layer": 0.05, "half": HALF, "all": 8.0}
 
 
 @pytest.fixture(scope="session")
-def resident(tmp_path_factory):
-    """One resident run per scheme and mode of the graphs: (model path, tokens, bytes allocated by loading).
-
-    Kept in a file, so that several processes (`pytest -n 6`) on one card share them.
-    """
+def resident(folder, once):
+    """One resident run per scheme, mode of the graphs and runner: (model path, tokens, bytes allocated by loading)."""
     import harness
     import synthetic
 
-    workers = bool(os.environ.get("PYTEST_XDIST_WORKER"))
-    folder = tmp_path_factory.getbasetemp().parent if workers else tmp_path_factory.mktemp("models")
+    def get(scheme: str, mode: str, v2: bool = False, **kw):
+        def make():
+            path = synthetic.nemotron(folder) if scheme == "nemotron" else synthetic.qwen35(folder, scheme)
+            run = harness.start(path, mode=mode, v2=v2, **kw)
+            assert run.v2 is v2
+            harness.end(run)
+            return path, run.tokens, run.loaded
 
-    def get(scheme: str, mode: str):
-        kept = folder / f"resident-{scheme}-{mode}.json"
-        with open(f"{kept}.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not kept.exists():
-                path = synthetic.nemotron(folder) if scheme == "nemotron" else synthetic.qwen35(folder, scheme)
-                run = harness.start(path, mode=mode)
-                harness.end(run)
-                kept.write_text(json.dumps([path, run.tokens, run.loaded]))
-        return json.loads(kept.read_text())
+        more = "".join(f"-{value}" for value in kw.values())
+        return once(f"resident-{scheme}-{mode}{'-v2' if v2 else ''}{more}", make)
 
     return get
 
@@ -112,18 +107,44 @@ def poison(monkeypatch, mode: str) -> None:
         monkeypatch.setenv("EXPERT_OFFLOAD_POISON", "1")
 
 
-@pytest.mark.parametrize("scheme", ["nvfp4", "w4a16"])  # the uppermost varies first: each worker makes another baseline
+@pytest.mark.parametrize("runner", runners())  # the uppermost varies first: each worker makes another baseline
+@pytest.mark.parametrize("scheme", ["nvfp4", "w4a16"])
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
 @pytest.mark.parametrize("memory", ["mapped", "pageable", "pinned"])
 @pytest.mark.parametrize("amount", AMOUNTS)
-def test_qwen35(scheme, mode, memory, amount, resident, figures, monkeypatch):
+def test_qwen35(scheme, mode, memory, amount, runner, resident, figures, monkeypatch):
     import harness
 
+    v2 = runner == "v2"
+    if not v2 and amount == "one-layer" and "v2" in runners():
+        pytest.skip("V1 is no longer the default: half and all are enough for it")
     poison(monkeypatch, mode)
-    baseline = resident(scheme, graphs(mode, memory))
+    baseline = resident(scheme, graphs(mode, memory), v2)
     kw = dict(cpu_offload_gb=AMOUNTS[amount], cpu_offload_params={"experts"})
-    run = harness.start(baseline[0], mode=mode, memory=memory, **kw)
-    check(run, baseline, mode, memory, figures, f"qwen3.5 8 layers {scheme} {mode} {memory} {amount}")
+    run = harness.start(baseline[0], mode=mode, memory=memory, v2=v2, **kw)
+    assert run.v2 is v2
+    check(run, baseline, mode, memory, figures, f"qwen3.5 8 layers {scheme} {mode} {memory} {amount}{V2 * v2}")
+
+
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+def test_qwen35_humming(mode, resident, figures, monkeypatch):
+    """What a release takes by itself on SM90 from v0.32.0 on; its kernels take the experts' count from their config."""
+    import harness
+    import same_kernels
+
+    if not same_kernels.marlin():
+        pytest.skip("this release takes Marlin by itself")
+    if importlib.util.find_spec("humming") is None:
+        pytest.skip("humming-kernels is not installed, so Marlin would run once more")
+    poison(monkeypatch, mode)
+    baseline = resident("nvfp4", mode, True, moe_backend="auto")
+    more = dict(cpu_offload_gb=8.0, cpu_offload_params={"experts"}, moe_backend="auto")
+    run = harness.start(baseline[0], mode=mode, v2=True, **more)
+    assert run.v2
+    methods = (getattr(module, "quant_method", None) for module in run.runner.model.modules())
+    took = {method.nvfp4_backend.name for method in methods if hasattr(method, "nvfp4_backend")}
+    assert took == {"HUMMING"}, took
+    check(run, baseline, mode, "mapped", figures, f"qwen3.5 8 layers nvfp4 humming {mode} mapped all{V2}")
 
 
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
@@ -133,9 +154,11 @@ def test_what_wsl_page_locks_is_found_out(memory, mode, resident, figures, monke
     import harness
 
     poison(monkeypatch, mode)
-    baseline = resident("w4a16", graphs(mode, memory))
-    run = harness.start(baseline[0], mode=mode, memory=memory, cpu_offload_gb=8.0, cpu_offload_params={"experts"})
-    check(run, baseline, mode, memory, figures, f"qwen3.5 8 layers w4a16 {mode} {memory} all")
+    baseline = resident("w4a16", graphs(mode, memory), DEFAULT)
+    kw = dict(cpu_offload_gb=8.0, cpu_offload_params={"experts"}, v2=DEFAULT)
+    run = harness.start(baseline[0], mode=mode, memory=memory, **kw)
+    assert run.v2 is DEFAULT
+    check(run, baseline, mode, memory, figures, f"qwen3.5 8 layers w4a16 {mode} {memory} all{V2 * DEFAULT}")
 
 
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
@@ -145,8 +168,9 @@ def test_nemotron_hybrid_without_a_pattern(mode, memory, resident, figures, monk
     import harness
 
     poison(monkeypatch, mode)
-    baseline = resident("nemotron", graphs(mode, memory))
-    run = harness.start(baseline[0], mode=mode, memory=memory, cpu_offload_gb=8.0)
+    baseline = resident("nemotron", graphs(mode, memory), DEFAULT)
+    run = harness.start(baseline[0], mode=mode, memory=memory, v2=DEFAULT, cpu_offload_gb=8.0)
+    assert run.v2 is DEFAULT
     kept = [i.name for i in run.offloader.items.values() if i.kept]
-    check(run, baseline, mode, memory, figures, f"nemotron-h hybrid bf16 {mode} {memory} no pattern")
+    check(run, baseline, mode, memory, figures, f"nemotron-h hybrid bf16 {mode} {memory} no pattern{V2 * DEFAULT}")
     assert any("conv1d" in name for name in kept), kept

@@ -33,7 +33,7 @@ def test_what_gpu_code_takes_of_its_modules_is_there():
         | {t.id for n in tree.body if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Name)}
         for name, tree in trees.items()
     }
-    users = [*trees.values(), *(ast.parse(f.read_text()) for f in (BENCH / "load.py", *GPU.glob("test_*.py")))]
+    users = [*trees.values(), *(ast.parse(f.read_text()) for f in (BENCH / "load.py", *GPU.glob("*.py")))]
     taken = {
         (node.value.id, node.attr)
         for tree in users
