@@ -26,7 +26,7 @@ from torch import nn
 
 # What the twin never walks into: nothing below these holds a tensor of this layer's experts.
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), type, torch.dtype, torch.device, torch.Size)
-_DEPTH = 6  # method, kernel, experts object, config, description, tensor
+_DEPTH = 8  # method, kernel, its implementation, experts object, config, description, tensor; containers count too
 
 
 class NoTwin(ValueError):
