@@ -2,8 +2,8 @@
 """Experts in use are kept in GPU slots: answers stay the resident model's at few, half and all slots.
 
 Rows of an expert come out of its own product, and a token's rows are summed in the router's order, whatever slot they
-came from: where all of a batch's experts have slots, tokens are equal. In a batch that needs more, two passes are added,
-which rounds once more; there log-probabilities must agree.
+came from: where all of a batch's experts have slots, tokens are equal. In a batch that needs more, two passes are
+added, which rounds once more; there log-probabilities must agree.
 """
 
 import pytest
