@@ -83,7 +83,7 @@ class Pools:
         most = max((experts_of(layer.module) for layer in self.layers), default=0)
         self.slots = min(nbytes // each, most) if each else 0
         self.nbytes = self.slots * each
-        self.rows = torch.full((1,), 2**30, dtype=torch.int32, device=device)
+        self.rows = torch.full((1,), WIDEST, dtype=torch.int32, device=device)
         self.counters = torch.zeros((len(self.layers), 6), dtype=torch.int64, device=device)
         if self.slots:
             for layer, counters in zip(self.layers, self.counters):
