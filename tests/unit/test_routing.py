@@ -8,7 +8,7 @@ import pytest
 
 np = pytest.importorskip("numpy")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
-import routing
+import routing  # noqa: E402
 
 
 def test_the_hit_rate_is_the_one_asked_for():
