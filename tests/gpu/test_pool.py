@@ -6,6 +6,10 @@ came from: where all of a batch's experts have slots, tokens are equal. In a bat
 added, which rounds once more; there log-probabilities must agree.
 """
 
+import fcntl
+import json
+import os
+
 import pytest
 
 pytestmark = pytest.mark.gpu
@@ -45,41 +49,61 @@ def scores(run, sequences) -> list[list[float]]:
     return out
 
 
-@pytest.mark.parametrize("scheme", ["nvfp4", "w4a16"])
-@pytest.mark.parametrize("mode", ["eager", "compiled"])
-@pytest.mark.parametrize("slots", [12, 16, 32, 64])
-def test_answers_with_slots(scheme, mode, slots, tmp_path_factory, figures):
+@pytest.fixture(scope="session")
+def resident(tmp_path_factory):
+    """One resident run per scheme and mode, for all processes that share a card: see `test_tokens.resident`."""
     import harness
     import synthetic
 
-    path = synthetic.qwen35(tmp_path_factory.getbasetemp(), scheme)
-    resident = harness.start(path, mode=mode)
-    sequences = [tokens[:48] for tokens in resident.tokens]
-    want = scores(resident, sequences)
-    harness.end(resident)
-    run = start(path, mode, slots)
+    workers = bool(os.environ.get("PYTEST_XDIST_WORKER"))
+    folder = tmp_path_factory.getbasetemp().parent if workers else tmp_path_factory.mktemp("pooled")
+
+    def get(scheme: str, mode: str) -> dict:
+        kept = folder / f"pooled-{scheme}-{mode}.json"
+        with open(f"{kept}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not kept.exists():
+                path = synthetic.qwen35(folder, scheme)
+                run = harness.start(path, mode=mode)
+                sequences = [tokens[:48] for tokens in run.tokens]
+                found = dict(path=path, tokens=run.tokens, sequences=sequences, scores=scores(run, sequences))
+                harness.end(run)
+                kept.write_text(json.dumps({**found, "loaded": run.loaded}))
+        return json.loads(kept.read_text())
+
+    return get
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4", "w4a16"])
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+@pytest.mark.parametrize("slots", [12, 16, 32, 64])
+def test_answers_with_slots(scheme, mode, slots, resident, figures):
+    import harness
+
+    base = resident(scheme, mode)
+    run = start(base["path"], mode, slots)
     case, more = f"qwen3.5 8 layers {scheme} {mode} {slots} slots of 64", dict(mode=mode, seconds=round(run.seconds, 1))
+    few = slots < 2 * TOPK  # two requests may need more experts
     try:
         pools = run.offloader.pools
         assert (pools.slots, len(pools.layers), pools.left_out) == (slots, LAYERS, {})
+        moved, held = run.offloader.moved, pools.nbytes
         before = counted(run)
         again = run.generate()
         after = {name: n - before[name] for name, n in counted(run).items()}
-        got = scores(run, sequences)
-        apart = max(abs(a - b) for x, y in zip(want, got) for a, b in zip(x, y))
-        figures(f"{case}: tokens equal", int(run.tokens == resident.tokens), "tokens equal", counters=after, **more)
+        got = scores(run, base["sequences"])
+        apart = max(abs(a - b) for x, y in zip(base["scores"], got) for a, b in zip(x, y))
+        figures(f"{case}: tokens equal", int(run.tokens == base["tokens"]), "tokens equal", counters=after, **more)
         figures(f"{case}: log-probabilities apart at most", round(apart, 5), "nats", **more)
-        assert again == run.tokens or slots < 2 * TOPK
-        assert run.tokens == resident.tokens or slots < 2 * TOPK, after
+        assert after["needed"] == after["hits"] + after["filled"] + after["rest"] and after["hits"] > 0, after
+        assert after["filled"] > 0 or slots == EXPERTS, after
         assert apart < CLOSE
-        assert after["needed"] == after["hits"] + after["filled"] + after["rest"] and after["hits"] > 0
-        assert (after["rest"] > 0) is (slots < 2 * TOPK) or slots < 64
-        assert after["filled"] > 0 or slots == 64
-        moved, held = run.offloader.moved, pools.nbytes
+        if not few:
+            assert run.tokens == base["tokens"] and again == run.tokens, after
         run.swap_two_experts()
         assert run.generate() != run.tokens, "void: two experts changed places and no token did"
     finally:
         harness.end(run)
-    freed = resident.loaded - run.loaded
-    figures(f"{case}: GPU bytes as planned", round(freed / (moved - held), 4), "bytes freed / planned", **more)
-    assert abs(freed - (moved - held)) <= 0.02 * moved
+    freed, planned = base["loaded"] - run.loaded, moved - held
+    figures(f"{case}: GPU bytes as planned", freed - planned, "bytes above plan", planned=planned, **more)
+    assert abs(freed - planned) <= 0.02 * moved
