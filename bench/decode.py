@@ -197,7 +197,10 @@ def one(a: argparse.Namespace) -> None:
         def note(case: str, value: float, unit: str, **figures: object) -> None:
             found.append(rows.row(f"{a.layers} layers {a.quant} {a.kind} {case}", value, unit, **more, **figures))
 
-        note("card", torch.cuda.memory_allocated(), "bytes", ready=round(run.seconds, 1))
+        used, torch_has = rows.card_bytes(os.getpid()), torch.cuda.memory_allocated()
+        note(
+            "card", used or 0, "bytes", allocated=torch_has, loaded=sum(run.made.values()), ready=round(run.seconds, 1)
+        )
         with turn(a.turns, a.kind):
             if a.kind != "resident":
                 note("link", link(), "GB/s")
