@@ -233,7 +233,8 @@ def all_kinds(a: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         started = {}
         for kind in kinds:
-            own = [*KINDS[kind], "--out", f"{folder}/{kind}.json", "--turns", folder, "--kind", kind]
+            Path(f"{a.out}.{kind}.json").unlink(missing_ok=True)
+            own = [*KINDS[kind], "--out", f"{a.out}.{kind}.json", "--turns", folder, "--kind", kind]
             env = {**os.environ, **({"PYTHONPATH": a.plain} if kind == "unpatched" else {})}
             command = [
                 sys.executable,
@@ -253,7 +254,7 @@ def all_kinds(a: argparse.Namespace) -> int:
         failed = {kind: code for kind, process in started.items() if (code := process.wait())}
         found: list[dict] = []
         for kind in kinds:
-            file = Path(folder) / f"{kind}.json"
+            file = Path(f"{a.out}.{kind}.json")
             found += json.loads(file.read_text()) if file.exists() else []
     found += compared(found)
     rows.write(a.out, found)
