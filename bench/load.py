@@ -234,16 +234,6 @@ def figures(a: argparse.Namespace, notes: list[dict], ready: float) -> dict:
     )
 
 
-def used(a: argparse.Namespace) -> dict:
-    """Bytes in use on the card by whoever holds them, once the engine has served: right when nobody else is on it."""
-    if a.tp > 1:  # the cards are the workers'
-        return {}
-    import torch
-
-    free, total = torch.cuda.mem_get_info()
-    return dict(gpu_used=total - free)
-
-
 def ratio(with_offload: int, without: int, moved: int) -> float:
     """Bytes of host memory that each byte moved took at the peak: 1.0 when nothing is held twice or rounded up."""
     if moved <= 0:
@@ -314,7 +304,8 @@ def main() -> None:
 
         harness.Run.generate = announce
         run = harness.start(build(a.model, a.quant, a.layers, Path(folder)), **settings(a))
-        found = figures(a, [json.loads(f.read_text()) for f in notes.iterdir()], ready[0]) | used(a)
+        found = figures(a, [json.loads(f.read_text()) for f in notes.iterdir()], ready[0])
+        found["gpu_used"] = rows.card_bytes(os.getpid())  # None where workers have the cards
         with contextlib.suppress(Exception):  # workers of their own end with this process at the latest
             run.llm.llm_engine.engine_core.shutdown()
     print(json.dumps(found), flush=True)

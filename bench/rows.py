@@ -48,6 +48,17 @@ def gpu() -> str:
     return out.stdout.strip().splitlines()[0] if out.returncode == 0 and out.stdout.strip() else ""
 
 
+def card_bytes(pid: int) -> int | None:
+    """Bytes that process `pid` holds on the cards, its context and graphs too, as the driver's tool counts (in MiB)."""
+    ask = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+    try:
+        out = subprocess.run(ask, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    found = re.findall(rf"^{pid}, (\d+)$", out.stdout, re.M)
+    return sum(map(int, found)) * 2**20 if found else None
+
+
 def row(case: str, value: float, unit: str, **more: object) -> dict:
     """One figure: `value` in `unit`, on this machine, by this command line."""
     command = shlex.join(["python3", *sys.argv])

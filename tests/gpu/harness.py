@@ -173,6 +173,8 @@ class Run:
         kept = item.host[0].clone()
         item.host[0].copy_(item.host[1])
         item.host[1].copy_(kept)
+        if self.offloader.pools is not None:
+            self.offloader.pools.written([item.parameter])
 
 
 def start(model: str, *, mode: str, memory: str = "mapped", v2: bool = False, **kw) -> Run:

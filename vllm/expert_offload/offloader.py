@@ -28,6 +28,7 @@ from . import fit, report, roles
 from .graphs import dense_places
 from .host import Arena, HostBuffer
 from .memory import Memory
+from .pooled import Layer, Pools
 from .repack import Repack, settle
 from .residency import Item, audit, check_delivery, check_scales, come_back, leave
 from .selection import Candidate, Selection
@@ -59,6 +60,7 @@ class Offloader:
         memory: see `Memory`.
         log: called with one line of text.
         cut_at: whether the release cuts its compiled graph at a module (attention and its like).
+        cache: bytes of GPU memory per rank for slots that keep experts in use (`--expert-cache-gb`).
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Offloader:
         memory: Memory,
         log: Callable[[str], None],
         cut_at: Callable[[nn.Module], bool],
+        cache: int = 0,
     ) -> None:
         self.memory = memory
         self.arena = Arena(memory.limit, memory.why, fit.make_room)
@@ -77,6 +80,8 @@ class Offloader:
         self.selection = Selection(budget, patterns)
         self.items: dict[tuple[int, str], Item] = {}
         self.staging: Staging | None = None
+        self.cache = cache
+        self.pools: Pools | None = None
         self.unclassified: list[str] = []
         self._cuts: list[bool] = []  # for each layer, whether the graph is cut in it
         self._cut_at = cut_at
@@ -293,6 +298,8 @@ class Offloader:
         audit(out, names, device, self.arena, self.staging.holds if self.staging else None)
         # Once more: on WSL the first copy out of page-locked memory has been seen to deliver, and later ones not.
         check_delivery(out)
+        if self.cache and self.pools is None:  # a drafter's experts, which come later, have no slots
+            self.pools = Pools(self._mapped_layers(), self.cache, device)
         blocking = int(self.blocking)
         if not self._summed:  # once: not every rank has a drafter, and the others would not answer
             self._summed = True
@@ -304,11 +311,29 @@ class Offloader:
             self.log(line)
         return bool(blocking)
 
+    def _mapped_layers(self) -> list[Layer]:
+        """The expert layers of which every offloaded weight lies in mapped memory."""
+        owners: dict[int, list[Item]] = {}
+        for item in self.items.values():
+            if item.experts and item.out:
+                owners.setdefault(id(item.owner), []).append(item)
+        mapped = [items[0] for items in owners.values() if all(item.mapped for item in items)]
+        return [Layer(item.name.rpartition(".")[0], item.owner) for item in mapped]
+
+    def valid_rows(self, tokens: int) -> None:
+        """The next step's batch has `tokens` tokens; what a graph computes beyond them is padding."""
+        if self.pools is not None:
+            self.pools.valid_rows(tokens)
+
     def written(self, parameters: Iterable[nn.Parameter]) -> None:
         """These were overwritten where kernels read them (weights are reloaded while serving): keep it in host memory.
 
-        Where that is mapped it is what was written; in the staging buffer the next fetch would undo it.
+        Where that is mapped it is what was written; in the staging buffer the next fetch would undo it. What slots hold
+        of the layer is the old experts'.
         """
+        parameters = list(parameters)
+        if self.pools is not None:
+            self.pools.written(parameters)
         staged = {id(i.parameter): i for i in self.items.values() if i.out and not i.mapped}
         for item in filter(None, (staged.get(id(parameter)) for parameter in parameters)):
             assert item.parameter is not None and item.buffer is not None

@@ -52,6 +52,7 @@ def lines(offloader: Offloader) -> list[str]:
             found.append(
                 "WARNING: one layer is offloaded and staging takes as much: raise --cpu-offload-gb, nothing is gained"
             )
+    found += _pools(offloader)
     for why, layers in offloader.whole.items():
         found.append(f"experts of {layers} layers were processed a whole layer at a time, not in place: {why}")
     kept = [i for i in items if i.kept]
@@ -64,6 +65,20 @@ def lines(offloader: Offloader) -> list[str]:
             f"({', '.join(offloader.unclassified[:3])}); please report this"
         )
     return [_PREFIX + line for line in found]
+
+
+def _pools(offloader: Offloader) -> list[str]:
+    pools = offloader.pools
+    if pools is None:
+        return []
+    found = [
+        f"{gib(pools.nbytes)} on the device: {pools.slots} slots in each of {len(pools.layers)} layers for experts in "
+        f"use, {gib(offloader.cache)} asked for"
+    ]
+    if not pools.slots:
+        why = "less than one expert of each" if pools.layers else "no layer that could have them"
+        found = [f"WARNING: --expert-cache-gb makes no slots: {gib(offloader.cache)} are {why}"]
+    return found + [f"{len(names)} layers have no slots: {why}" for why, names in pools.left_out.items()]
 
 
 def nothing_moved(items: list[Item], device: torch.device, cpu_switch: str) -> str:

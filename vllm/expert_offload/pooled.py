@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The experts of one offloaded layer, run from slots in GPU memory wherever the batch allows it.
+
+A step of few tokens needs few experts, mostly those of the step before. `Pooled` stands where a release calls its
+quantization method: it plans and fills the layer's slots (`pool`), and runs the method's twin over them (`twin`). When
+a batch may need more experts than there are slots, a second pass of the method itself reads the rest where they lie in
+host memory; an expert is in one of the two maps. Batches wider than `widest` go the method's own way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from . import roles
+from .twin import NoTwin, Rows, View, row_bytes, slots_for, twin_of
+
+if TYPE_CHECKING:
+    from .pool import Pool
+
+# Experts objects of the releases that read `expert_map` themselves, so that a row that is not theirs costs nothing.
+READS_EXPERT_MAP = {"MarlinExperts", "TritonExperts"}
+WIDEST = 64  # tokens of a batch that is planned for; wider ones need almost all experts
+
+
+class Layer(NamedTuple):
+    """An expert layer whose weights lie in host memory that is mapped: its name in the report, and its module."""
+
+    name: str
+    module: nn.Module
+
+
+class Pooled:
+    """Stands in the place of a quantization method's `apply`, called by name as that is.
+
+    Args:
+        method: of the layer; it runs wide batches, and what found no slot.
+        pool: slots of the layer.
+        view: the layer with the slots for weights, and the pool's `expert_map`.
+        twin: the method with the slots' scales.
+        rest: the layer with the pool's `rest_map`.
+        rows: [1] int32 on the device, the tokens of the batch that are no padding.
+    """
+
+    def __init__(self, method: Any, pool: Pool, view: View, twin: Any, rest: View, rows: torch.Tensor) -> None:
+        self.method, self.pool, self.view, self.twin, self.rest, self.rows = method, pool, view, twin, rest, rows
+
+    def __call__(self, *, layer: nn.Module, x: torch.Tensor, topk_ids: torch.Tensor, **named: Any) -> Any:
+        """What `method.apply` returns for hidden states `x` [T, H] and the router's `topk_ids` [T, K]."""
+        if topk_ids.shape[0] > WIDEST:
+            return self.method.apply(layer=layer, x=x, topk_ids=topk_ids, **named)
+        self.pool.plan(topk_ids, self.rows)
+        self.pool.fill()
+        if topk_ids.numel() <= self.pool.slots:
+            return self.twin.apply(layer=self.view, x=x, topk_ids=topk_ids, **named)
+        # A method may write its result over its input.
+        out = self.twin.apply(layer=self.view, x=x.clone(), topk_ids=topk_ids, **named)
+        if "shared_experts" in named:
+            named["shared_experts"] = None  # the first pass has run them
+        return out + self.method.apply(layer=self.rest, x=x, topk_ids=topk_ids, **named)
+
+
+class Pools:
+    """The pools of a rank, with the same number of slots in every layer.
+
+    `layers`: each layer that has one; `left_out`: reason -> names of the layers that have none. `rows`: as `Pooled`
+    wants it. `counters`: [layers, 6] int64 on the device, as `pool.COUNTERS` says.
+    """
+
+    def __init__(self, layers: Iterable[Layer], nbytes: int, device: torch.device) -> None:
+        self.left_out: dict[str, list[str]] = {}
+        self.layers: list[Layer] = []
+        for layer in layers:
+            why = unfit(layer.module)
+            if why is None:
+                self.layers.append(layer)
+            else:
+                self.left_out.setdefault(why, []).append(layer.name)
+        each = sum(bytes_per_slot(layer.module) for layer in self.layers)
+        most = max((experts_of(layer.module) for layer in self.layers), default=0)
+        self.slots = min(nbytes // each, most) if each else 0
+        self.nbytes = self.slots * each
+        self.rows = torch.full((1,), WIDEST, dtype=torch.int32, device=device)
+        self.counters = torch.zeros((len(self.layers), 6), dtype=torch.int64, device=device)
+        if self.slots:
+            for layer, counters in zip(self.layers, self.counters):
+                layer.module.expert_pool = pooled(layer.module, self.slots, self.rows, counters)
+
+    def valid_rows(self, tokens: int) -> None:
+        """The next step's batch has `tokens` tokens; what comes behind them is padding."""
+        self.rows.fill_(tokens)
+
+    def written(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Forget what the slots of layers hold that own one of `parameters`: these have other values now."""
+        changed = {id(parameter) for parameter in parameters}
+        for layer in self.layers:
+            pool = getattr(layer.module, "expert_pool", None)
+            if isinstance(pool, Pooled) and any(id(p) in changed for p in layer.module._parameters.values()):
+                pool.pool.reset()
+
+
+def unfit(module: nn.Module) -> str | None:
+    """Why the expert layer `module` can have no pool, in words; None when it can."""
+    method: Any = module.quant_method
+    if getattr(method, "is_monolithic", False):
+        return "its kernel routes and computes in one, so experts cannot be renumbered between"
+    if getattr(module, "expert_map", None) is not None:
+        return "its experts are spread over ranks"
+    experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
+    if type(experts).__name__ not in READS_EXPERT_MAP:
+        return f"{type(experts).__name__} is not known to skip experts that are elsewhere"
+    try:
+        bytes_per_slot(module)
+    except NoTwin as why:
+        return str(why)
+    return None
+
+
+def experts_of(module: nn.Module) -> int:
+    """Rows of the layer's weights."""
+    return next(p.shape[0] for name, p in _tensors(module) if roles.may_leave(module, name, p.dim()))
+
+
+def bytes_per_slot(module: nn.Module) -> int:
+    """Bytes of all that an expert of the layer `module` brings into a slot."""
+    total = 0
+
+    def count(source: torch.Tensor) -> None:
+        nonlocal total
+        total += row_bytes(source)
+
+    _twin(module, Rows(experts_of(module), 1, count), {})
+    return total
+
+
+def pooled(module: nn.Module, slots: int, rows: torch.Tensor, counters: torch.Tensor) -> Pooled:
+    """Slots for the layer `module`, on the device of its scales, and what runs it from them."""
+    from .pool import Part, Pool
+
+    tensors = Rows(experts_of(module), min(slots, experts_of(module)), lambda t: slots_for(t, min(slots, len(t))))
+    view, twin = _twin(module, tensors, {})
+    linked = {p.untyped_storage().data_ptr() for name, p in _tensors(module) if roles.may_leave(module, name, p.dim())}
+    parts = [Part(real, made, real.untyped_storage().data_ptr() in linked) for real, made in tensors.pairs]
+    pool = Pool(parts, counters=counters)
+    view.__dict__["expert_map"] = pool.expert_map
+    rest = View(module, {"expert_map": pool.rest_map})
+    return Pooled(module.quant_method, pool, view, twin, rest, rows)
+
+
+def _twin(module: nn.Module, tensors: Rows, replaced: dict[str, object]) -> tuple[View, Any]:
+    view = View(module, {**tensors.named(_tensors(module)), **replaced})
+    return view, twin_of(module.quant_method, tensors, module, view)
+
+
+def _tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """The parameters of an expert layer that have a role."""
+    method = roles.method_of(module)
+    assert method is not None
+    return [(n, p) for n, p in module._parameters.items() if p is not None and roles.role_of(method, n) is not None]
