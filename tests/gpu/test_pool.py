@@ -6,13 +6,14 @@ came from: where all of a batch's experts have slots, tokens are equal. In a bat
 added, which rounds once more; there log-probabilities must agree.
 """
 
-import fcntl
-import json
-import os
-
 import pytest
+import vllm
+from test_tokens import DEFAULT
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(vllm.__version__ < "0.26", reason="v0.17.1 and v0.18.0 have no slots yet"),
+]
 EXPERTS, TOPK, LAYERS = 64, 8, 8
 CLOSE = 0.05  # nats of a log-probability, of which rounding the sum of two passes takes a part
 
@@ -27,7 +28,7 @@ def start(path, mode, slots, **more):
     each = weights // 2 + (weights // 16 + 8 if "nvfp4" in path else weights // 128 * 2)
     cache = (slots + 0.5) * each * LAYERS / 2**30
     offload = dict(cpu_offload_gb=8.0, cpu_offload_params={"experts"}, expert_cache_gb=cache)
-    return harness.start(path, mode=mode, **offload, **more)
+    return harness.start(path, mode=mode, v2=DEFAULT, **offload, **more)
 
 
 def counted(run) -> dict[str, int]:
@@ -50,26 +51,21 @@ def scores(run, sequences) -> list[list[float]]:
 
 
 @pytest.fixture(scope="session")
-def resident(tmp_path_factory):
-    """One resident run per scheme and mode, for all processes that share a card: see `test_tokens.resident`."""
+def resident(folder, once):
+    """What a resident engine of the default runner answers, one per scheme and mode."""
     import harness
     import synthetic
 
-    workers = bool(os.environ.get("PYTEST_XDIST_WORKER"))
-    folder = tmp_path_factory.getbasetemp().parent if workers else tmp_path_factory.mktemp("pooled")
-
     def get(scheme: str, mode: str) -> dict:
-        kept = folder / f"pooled-{scheme}-{mode}.json"
-        with open(f"{kept}.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not kept.exists():
-                path = synthetic.qwen35(folder, scheme)
-                run = harness.start(path, mode=mode)
-                sequences = [tokens[:48] for tokens in run.tokens]
-                found = dict(path=path, tokens=run.tokens, sequences=sequences, scores=scores(run, sequences))
-                harness.end(run)
-                kept.write_text(json.dumps({**found, "loaded": run.loaded}))
-        return json.loads(kept.read_text())
+        def make() -> dict:
+            path = synthetic.qwen35(folder, scheme)
+            run = harness.start(path, mode=mode, v2=DEFAULT)
+            sequences = [tokens[:48] for tokens in run.tokens]
+            found = dict(path=path, tokens=run.tokens, sequences=sequences, scores=scores(run, sequences))
+            harness.end(run)
+            return {**found, "loaded": run.loaded}
+
+        return once(f"pooled-{scheme}-{mode}", make)
 
     return get
 

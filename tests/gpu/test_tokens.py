@@ -39,13 +39,17 @@ def graphs(mode: str, memory: str) -> str:
     return "piecewise" if mode == "compiled" and memory in ("pageable", "unpinned", "part") else mode
 
 
-def check(run, resident, mode, memory, note, case):
-    """Every claim about one row, and the end of its engine; the mutant comes last, since it spoils the model."""
+def check(run, resident, mode, memory, note, case, **settings):
+    """Every claim about one row, and the end of its engine; the mutant comes last, since it spoils the model.
+
+    `settings`: of the resident engine.
+    """
     import harness
 
     path, tokens, loaded = resident
     ran = mode if mode == "eager" else f"{mode}, {run.replays} graph replays"
     more = dict(mode=ran, memory=memory, seconds=round(run.seconds, 1))
+    settings["v2"] = run.v2
     try:
         repeats = run.tokens == tokens or run.generate() == run.tokens
         assert (run.replays > 0) is (mode != "eager")
@@ -57,7 +61,7 @@ def check(run, resident, mode, memory, note, case):
     finally:
         harness.end(run)
     if run.tokens != tokens:
-        loaded = second_opinion(run, tokens, path, graphs(mode, memory), repeats)
+        loaded = second_opinion(run, tokens, path, repeats, mode=graphs(mode, memory), **settings)
         more["baseline"] = "resident, started after it in the same process"
     note(f"{case}: tokens equal", 1, "tokens equal", **more)
     freed = loaded - run.loaded + staging
@@ -66,7 +70,7 @@ def check(run, resident, mode, memory, note, case):
     assert abs(freed - reported) <= 0.02 * reported, (freed, reported)
 
 
-def second_opinion(run, tokens, path, mode, repeats) -> int:
+def second_opinion(run, tokens, path, repeats, **settings) -> int:
     """Compare with a resident engine of this process, and return the bytes that it loaded.
 
     What a process ran before changes which kernels it chooses: v0.26.0's eager W4A16 model, resident too, gives other
@@ -74,7 +78,7 @@ def second_opinion(run, tokens, path, mode, repeats) -> int:
     """
     import harness
 
-    other = harness.start(path, mode=mode)
+    other = harness.start(path, **settings)
     harness.end(other)
     part = [next((i for i, (a, b) in enumerate(zip(x, y)) if a != b), None) for x, y in zip(run.tokens, other.tokens)]
     assert other.tokens == run.tokens, (
@@ -144,7 +148,15 @@ def test_qwen35_humming(mode, resident, figures, monkeypatch):
     methods = (getattr(module, "quant_method", None) for module in run.runner.model.modules())
     took = {method.nvfp4_backend.name for method in methods if hasattr(method, "nvfp4_backend")}
     assert took == {"HUMMING"}, took
-    check(run, baseline, mode, "mapped", figures, f"qwen3.5 8 layers nvfp4 humming {mode} mapped all{V2}")
+    check(
+        run,
+        baseline,
+        mode,
+        "mapped",
+        figures,
+        f"qwen3.5 8 layers nvfp4 humming {mode} mapped all{V2}",
+        moe_backend="auto",
+    )
 
 
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
