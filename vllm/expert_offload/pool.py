@@ -93,7 +93,7 @@ class Pool:
         good = self.counters.dtype == torch.int64 and self.counters.shape == (len(COUNTERS),)
         if not (good and self.counters.is_contiguous() and self.counters.device == self.device):
             raise ValueError(f"counters must be {len(COUNTERS)} contiguous int64 on {self.device}")
-        self.chunks = self.table([part.source for part in parts])
+        self.own = self.table([part.source for part in parts])
         self.bytes_each = sum(_row_bytes(part.source) for part in parts if part.link)
         self._one = torch.ones(1, dtype=torch.int32, device=self.device)
         self._lanes = max(16, 1 << (self.experts - 1).bit_length())
@@ -197,7 +197,7 @@ class Pool:
 
     def fill(self, table: torch.Tensor | None = None) -> None:
         """Copy what the last plan wrote down, by `table` if given, else from the parts' own sources."""
-        table = self.chunks if table is None else table
+        table = self.own if table is None else table
         pool_kernels.fill[(self.programs,)](
             self.fills,
             self.count,
