@@ -97,8 +97,8 @@ def test_what_an_error_proposes_is_taken(card):
         (
             CARD._replace(free=80 * GIB),
             "expert pool: 256 slots a layer for 256 experts in 40 layers, 16.25 GiB: 80.00 GiB free on the GPU less "
-            "2.00 GiB for the KV cache of the context asked for and 1.00 GiB for staging leave 77.00 GiB; more would stay "
-            "empty",
+            "2.00 GiB for the KV cache of the context asked for and 1.00 GiB for staging leave 77.00 GiB; "
+            "more would stay empty",
         ),
         (
             CARD._replace(kv_cache=10 * GIB + GIB // 2),
@@ -146,8 +146,8 @@ def test_a_number_says_so_and_no_break_even_stops_it():
             4,
             CARD._replace(kv_cache=11 * GIB),
             "--expert-cache-gb 4 takes 4.00 GiB (63 slots a layer for 256 experts in 40 layers), and 12.00 GiB free "
-            "on the GPU less 11.00 GiB for the KV cache of the context asked for and 1.00 GiB for staging leave 0.00 MiB: "
-            "--expert-cache-gb 0, or a smaller --max-model-len",
+            "on the GPU less 11.00 GiB for the KV cache of the context asked for and 1.00 GiB for staging leave 0.00 "
+            "MiB: --expert-cache-gb 0, or a smaller --max-model-len",
         ),
     ],
 )

@@ -158,8 +158,8 @@ def host_bytes(sizes: Sizes) -> int:
     if held > sizes.host:
         raise TooLittleMemory(
             f"--cpu-offload-gb auto: beside {gib(sizes.resident)} of the model and {context}, {gib(need)} of the "
-            f"experts have to go to host memory, up to {gib(held)}, and {gib(sizes.host)} are free for them: free or add "
-            f"{gib(held - sizes.host)} of host memory, or a smaller --max-model-len, or a checkpoint of fewer bits"
+            f"experts have to go to host memory, up to {gib(held)}, and {gib(sizes.host)} are free for them: free or "
+            f"add {gib(held - sizes.host)} of host memory, or a smaller --max-model-len, or a checkpoint of fewer bits"
         )
     return need
 
