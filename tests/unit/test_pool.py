@@ -8,13 +8,15 @@ import random
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="tools/test.py --layer unit brings Triton along")
 from expert_offload.pool import COUNTERS, Part, Pool
 
 STEPS = 30
+# No shrinking: an example takes a third of a second, and is a seed for the most part.
+PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
 GARBAGE = (-1, -7, 2**31 - 1, -(2**31))
 
 
@@ -107,7 +109,7 @@ def batch(rng, experts, shape, hot, dtype=torch.int32):
 sizes = st.one_of(st.integers(1, 40), st.sampled_from([1, 2, 60, 64, 65, 160, 512]))
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, phases=PHASES)
 @given(st.data(), st.integers(0, 2**32), st.sampled_from([torch.int32, torch.int64]))
 def test_every_plan_is_the_references(data, seed, dtype):
     experts = data.draw(sizes, "experts")
@@ -121,7 +123,7 @@ def test_every_plan_is_the_references(data, seed, dtype):
         compare(pool, reference, reference.plan(chosen, bytes_each=4))
 
 
-@settings(max_examples=8)
+@settings(max_examples=8, phases=PHASES)
 @given(
     st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n))),
     st.lists(st.sampled_from(SHAPES), min_size=1, max_size=3),

@@ -5,7 +5,8 @@ Read in this order: `roles` (what may leave the GPU), `selection` (what does), `
 it goes; `cuda` is the driver below it), `memory` (what the release allows), `residency` (how it moves, and the
 audit), `deferred`, `tape` and `apart` (how a layer's processing is written down), `repack` (and played in place),
 `staging` (how kernels find weights where memory is not mapped), `offloader` (the whole, in the order of a start),
-`graphs` (CUDA graphs beside blocking copies), `report`.
+`graphs` (CUDA graphs beside blocking copies), `report`. Then `pool` and `pool_kernels` (slots on the GPU for the
+experts in use; they need Triton and are not imported here), and `slots` (how many fit).
 """
 
 from .graphs import GraphPlan, join_cuts, plan_graphs

@@ -17,7 +17,7 @@ import torch
 
 from . import pool_kernels
 
-# Documented in the README: "1" has a third kernel look at every plan, and stop the device where one is wrong.
+# "1" has a third kernel look at every plan, and stop the device where one is wrong.
 CHECK_SWITCH = "EXPERT_OFFLOAD_CHECK"
 # `Pool.counters`: calls of `plan`, distinct experts that they needed, those found in slots, copied into slots, and left
 # to be read elsewhere; bytes that `fill` took over the link.
@@ -62,7 +62,7 @@ class Pool:
         parts: every per-expert tensor of the layer, all with the same E (at most MOST_EXPERTS) and S <= E.
         counters: [6] int64 on the device, zeros, for instance a row of one tensor for all layers; made if None.
         programs: how many programs of 8 warps copy at once.
-        check: launch `_verify` behind every plan; None: if EXPERT_OFFLOAD_CHECK is 1 in the environment.
+        check: launch `verify` behind every plan; None: if EXPERT_OFFLOAD_CHECK is 1 in the environment.
 
     Raises:
         ValueError: `parts` or `counters` are not as said.
