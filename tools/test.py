@@ -46,6 +46,8 @@ def test(layer: str, tag: str, more: list[str], held: IO[bytes] | None) -> bool:
     if layer in EACH:
         envs.patch(python)
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "EXPERT_OFFLOAD_"))}
+    if layer == "unit":
+        clean["PYTHONPATH"] = os.pathsep.join([str(envs.triton(python)), *filter(None, [clean.get("PYTHONPATH")])])
     done = subprocess.run(command(python, layer, more), cwd=ROOT, env=clean, stdout=held, stderr=held)
     with PRINTING:
         if held is not None:

@@ -7,8 +7,9 @@ added, which rounds once more; there log-probabilities must agree.
 """
 
 import pytest
-import vllm
 from test_tokens import DEFAULT
+
+import vllm
 
 pytestmark = [
     pytest.mark.gpu,

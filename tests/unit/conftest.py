@@ -7,11 +7,15 @@ Loaded when a test asks for it, and once: it needs torch, and its op library may
 import ctypes
 import gc
 import importlib.util
+import os
 import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# Our kernels run in Triton's interpreter, which must be told before Triton is imported, by torch for instance.
+os.environ["TRITON_INTERPRET"] = "1"
 
 # Machines that run tests have other work too.
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -17,7 +17,7 @@ import torch
 
 from . import pool_kernels
 
-# Documented in the README: "1" has a third kernel look at every plan, and stop the device where one is wrong.
+# "1" has a third kernel look at every plan, and stop the device where one is wrong.
 CHECK_SWITCH = "EXPERT_OFFLOAD_CHECK"
 # `Pool.counters`: calls of `plan`, distinct experts that they needed, those found in slots, copied into slots, and left
 # to be read elsewhere; bytes that `fill` took over the link.
@@ -62,7 +62,7 @@ class Pool:
         parts: every per-expert tensor of the layer, all with the same E (at most MOST_EXPERTS) and S <= E.
         counters: [6] int64 on the device, zeros, for instance a row of one tensor for all layers; made if None.
         programs: how many programs of 8 warps copy at once.
-        check: launch `_verify` behind every plan; None: if EXPERT_OFFLOAD_CHECK is 1 in the environment.
+        check: launch `verify` behind every plan; None: if EXPERT_OFFLOAD_CHECK is 1 in the environment.
 
     Raises:
         ValueError: `parts` or `counters` are not as said.
@@ -93,7 +93,7 @@ class Pool:
         good = self.counters.dtype == torch.int64 and self.counters.shape == (len(COUNTERS),)
         if not (good and self.counters.is_contiguous() and self.counters.device == self.device):
             raise ValueError(f"counters must be {len(COUNTERS)} contiguous int64 on {self.device}")
-        self.chunks = self.table([part.source for part in parts])
+        self.own = self.table([part.source for part in parts])
         self.bytes_each = sum(_row_bytes(part.source) for part in parts if part.link)
         self._one = torch.ones(1, dtype=torch.int32, device=self.device)
         self._lanes = max(16, 1 << (self.experts - 1).bit_length())
@@ -197,7 +197,7 @@ class Pool:
 
     def fill(self, table: torch.Tensor | None = None) -> None:
         """Copy what the last plan wrote down, by `table` if given, else from the parts' own sources."""
-        table = self.chunks if table is None else table
+        table = self.own if table is None else table
         pool_kernels.fill[(self.programs,)](
             self.fills,
             self.count,
