@@ -85,12 +85,11 @@ def _names_cuda(argument: object) -> bool:
 
 # Of FlashInfer, which is not installed: what is imported from it to lay out weights. Each keeps shape and type.
 FLASHINFER = (
-    "nvfp4_block_scale_interleave",
     "reorder_rows_for_gated_act_gemm",
     "shuffle_matrix_a",
     "shuffle_matrix_sf_a",
 )
-# Order of rows.
+# Of its part for TRTLLM: the order of rows.
 FLASHINFER_CORE = ("_maybe_get_cached_w3_w1_permute_indices", "get_w2_permute_indices_with_cache")
 
 
@@ -154,9 +153,10 @@ def on(device: str) -> Iterator[None]:
 
 def _stand_in(patch: pytest.MonkeyPatch) -> None:
     """For kernels, for the device as torch tells of it, and for libraries that lay out weights."""
-    from vllm import _custom_ops
     from vllm.model_executor.layers import fused_moe
     from vllm.model_executor.layers.quantization.utils import mxfp4_utils
+
+    from vllm import _custom_ops
 
     # Some modules have taken a kernel by its name when they were imported.
     kernels = {id(getattr(_custom_ops, name)): name for name in KERNELS if hasattr(_custom_ops, name)}
@@ -174,7 +174,9 @@ def _stand_in(patch: pytest.MonkeyPatch) -> None:
     for module in (torch.cuda, torch.accelerator):
         for name in ("synchronize", "empty_cache"):
             patch.setattr(module, name, lambda *_: None, raising=False)
-    patch.setitem(sys.modules, "flashinfer", SimpleNamespace(**dict.fromkeys(FLASHINFER, _like)))
+    patch.setattr(torch.accelerator, "current_device_index", lambda: "cpu")
+    laying_out = dict.fromkeys(FLASHINFER, _like) | {"nvfp4_block_scale_interleave": torch.flatten}
+    patch.setitem(sys.modules, "flashinfer", SimpleNamespace(**laying_out))
     rows = SimpleNamespace(**dict.fromkeys(FLASHINFER_CORE, lambda cache, x, *_, **__: torch.arange(x.shape[0])))
     patch.setitem(sys.modules, "flashinfer.fused_moe.core", rows)
     patch.setitem(sys.modules, "bitsandbytes", SimpleNamespace(__version__="0.49"))

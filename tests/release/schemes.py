@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 V18, V26, V32, V33 = (0, 18), (0, 26), (0, 32), (0, 33)
 SM86, SM90, SM100, SM120, CPU, ARM, XPU, ROCM = "sm86", "sm90", "sm100", "sm120", "cpu", "arm", "xpu", "rocm"
-FLASHINFER = "sm120 with FlashInfer"
+FLASHINFER, TRTLLM = "sm120 with FlashInfer", "sm100 with FlashInfer"
 
 
 class Scheme(NamedTuple):
@@ -22,7 +22,7 @@ class Scheme(NamedTuple):
     quantization: str | None
     config: dict | None = None
     device: str = SM90
-    layer: dict = {}
+    layer: dict | None = None
     since: tuple[int, ...] = (0,)
     until: tuple[int, ...] = (9,)
     needs: str | None = None
@@ -73,6 +73,7 @@ def q(dtype: str, qscheme: str, dynamic: bool = False, **more) -> dict:
     return dict(dtype=dtype, qscheme=qscheme, is_dynamic=dynamic, symmetric=True, **more)
 
 
+BLOCKS = dict(quant_algo="iq2_xs", group_size=256, block_payload_bytes=74, packing="ggml")
 OCP = dict(group_size=32, scale_format="e8m0", scale_calculation_mode="even", ch_axis=-1)
 
 SCHEMES: dict[str, Scheme] = {
@@ -82,9 +83,10 @@ SCHEMES: dict[str, Scheme] = {
     # fp8
     "fp8 per tensor": Scheme("fp8", dict(quant_method="fp8", activation_scheme="static")),
     "fp8 per tensor, SM86": Scheme("fp8", dict(quant_method="fp8", activation_scheme="dynamic"), SM86),
-    "fp8 per block": Scheme(
-        "fp8", dict(quant_method="fp8", activation_scheme="dynamic", weight_block_size=[128, 128])
+    "fp8 per tensor, FlashInfer": Scheme(
+        "fp8", dict(quant_method="fp8", activation_scheme="static"), "sm90 with FlashInfer"
     ),
+    "fp8 per block": Scheme("fp8", dict(quant_method="fp8", activation_scheme="dynamic", weight_block_size=[128, 128])),
     "fp8 per block, SM86": Scheme(
         "fp8", dict(quant_method="fp8", activation_scheme="dynamic", weight_block_size=[128, 128]), SM86
     ),
@@ -94,7 +96,7 @@ SCHEMES: dict[str, Scheme] = {
         f"online {name}": Scheme(
             "online",
             dict(moe=name),
-            "sm100 with FlashInfer" if name.startswith("nvfp4") else SM90,
+            TRTLLM if name.startswith("nvfp4") else SM90,
             since=V32 if name == "mxfp4" else V26,
         )
         for name in ("fp8_per_tensor", "fp8_per_block", "fp8_per_channel", "mxfp8", "mxfp4", "nvfp4_per_token")
@@ -116,7 +118,9 @@ SCHEMES: dict[str, Scheme] = {
     "bitsandbytes": Scheme("bitsandbytes", dict(quant_method="bitsandbytes", load_in_4bit=True)),
     # compressed-tensors
     "ct W4A16": Scheme("compressed-tensors", tensors("pack-quantized", args(4, "int", "group", 128)), SM86),
-    "ct W4A16 by channel": Scheme("compressed-tensors", tensors("pack-quantized", args(4, "int", "channel")), SM86, since=V32),
+    "ct W4A16 by channel": Scheme(
+        "compressed-tensors", tensors("pack-quantized", args(4, "int", "channel")), SM86, since=V32
+    ),
     "ct W8A16": Scheme("compressed-tensors", tensors("pack-quantized", args(8, "int", "group", 128)), SM86),
     "ct W4A16 with act-order": Scheme(
         "compressed-tensors", tensors("pack-quantized", args(4, "int", "group", 128, actorder="group")), SM86, until=V32
@@ -130,13 +134,16 @@ SCHEMES: dict[str, Scheme] = {
     "ct NVFP4, SM86": Scheme("compressed-tensors", tensors("nvfp4-pack-quantized", FP4, FP4), SM86),
     "ct NVFP4, SM120": Scheme("compressed-tensors", tensors("nvfp4-pack-quantized", FP4, FP4), SM120),
     "ct NVFP4, FlashInfer": Scheme("compressed-tensors", tensors("nvfp4-pack-quantized", FP4, FP4), FLASHINFER),
+    "ct NVFP4, TRTLLM": Scheme("compressed-tensors", tensors("nvfp4-pack-quantized", FP4, FP4), TRTLLM),
     "ct NVFP4A16": Scheme("compressed-tensors", tensors("nvfp4-pack-quantized", FP4)),
     "ct MXFP4": Scheme("compressed-tensors", tensors("mxfp4-pack-quantized", MXFP4)),
     "ct MXFP4, W4A8": Scheme(
         "compressed-tensors",
         tensors("mxfp4-pack-quantized", MXFP4, args(8, "float", "token", dynamic=True)),
     ),
-    "ct MXFP8": Scheme("compressed-tensors", tensors("mxfp8-quantized", MXFP8, MXFP8 | dict(dynamic=True)), SM100, since=V26),
+    "ct MXFP8": Scheme(
+        "compressed-tensors", tensors("mxfp8-quantized", MXFP8, MXFP8 | dict(dynamic=True)), SM100, since=V26
+    ),
     "ct FP8": Scheme(
         "compressed-tensors",
         tensors("float-quantized", args(8, "float", "tensor"), args(8, "float", "tensor")),
@@ -185,6 +192,15 @@ SCHEMES: dict[str, Scheme] = {
     "modelopt NVFP4, SM86": Scheme("modelopt_fp4", modelopt("NVFP4", group_size=16), SM86),
     "modelopt NVFP4, SM120": Scheme("modelopt_fp4", modelopt("NVFP4", group_size=16), SM120),
     "modelopt NVFP4, FlashInfer": Scheme("modelopt_fp4", modelopt("NVFP4", group_size=16), FLASHINFER),
+    "modelopt NVFP4, TRTLLM": Scheme("modelopt_fp4", modelopt("NVFP4", group_size=16), TRTLLM),
+    "modelopt NVFP4, TRTLLM, SwiGLU's numbers": Scheme(
+        "modelopt_fp4",
+        modelopt("NVFP4", group_size=16),
+        TRTLLM,
+        dict(swiglu_limit=7.0, swiglu_alpha=1.7, swiglu_beta=1.0),
+        since=V32,
+    ),
+    "modelopt FP8, FlashInfer": Scheme("modelopt", modelopt("FP8"), "sm90 with FlashInfer"),
     "modelopt MXFP8": Scheme("modelopt_mxfp8", modelopt("MXFP8"), SM100, since=V18),
     "modelopt blocks": Scheme(
         "modelopt_mixed",
@@ -193,7 +209,7 @@ SCHEMES: dict[str, Scheme] = {
             quantization=dict(
                 quant_algo="MIXED_PRECISION",
                 exclude_modules=[],
-                quantized_layers={"model.layers.0.experts": dict(quant_algo="iq2_xs", group_size=256, block_payload_bytes=74, packing="ggml")},
+                quantized_layers={"model.layers.0.experts": BLOCKS},
             ),
         ),
         SM120,
@@ -216,9 +232,7 @@ SCHEMES: dict[str, Scheme] = {
     ),
     "quark int8": Scheme("quark", quark(q("int8", "per_channel"), q("int8", "per_channel", True)), SM86, since=V26),
     "quark int8, static": Scheme("quark", quark(q("int8", "per_tensor"), q("int8", "per_tensor")), SM86, since=V26),
-    "quark MXFP4": Scheme(
-        "quark", quark(q("fp4", "per_group", **OCP), q("fp4", "per_group", True, **OCP)), layer=BIAS
-    ),
+    "quark MXFP4": Scheme("quark", quark(q("fp4", "per_group", **OCP), q("fp4", "per_group", True, **OCP)), layer=BIAS),
     "quark MXFP4, static FP8": Scheme(
         "quark", quark(q("fp4", "per_group", **OCP), q("fp8_e4m3", "per_tensor")), layer=BIAS
     ),
@@ -258,8 +272,14 @@ SCHEMES: dict[str, Scheme] = {
     ),
     "quark W4A16": Scheme("quark", quark(q("int4", "per_group", group_size=32), None), SM86, since=V32),
     # AutoRound
-    "inc MXFP4": Scheme("inc", dict(quant_method="auto-round", bits=4, group_size=32, sym=True, data_type="mx_fp"), since=V32),
-    "inc MXFP8": Scheme("inc", dict(quant_method="auto-round", bits=8, group_size=32, sym=True, data_type="mx_fp"), SM100, since=V32),
+    "inc MXFP4": Scheme(
+        "inc", dict(quant_method="auto-round", bits=4, group_size=32, sym=True, data_type="mx_fp"), since=V32
+    ),
+    "inc MXFP8": Scheme(
+        "inc", dict(quant_method="auto-round", bits=8, group_size=32, sym=True, data_type="mx_fp"), SM100, since=V32
+    ),
     "inc W4A16": Scheme("inc", dict(quant_method="auto-round", bits=4, group_size=128, sym=True), SM86, since=V26),
-    "humming": Scheme("humming", dict(quant_method="humming", dtype="int4"), since=V26, needs="HummingMoEMethod: the humming library"),
+    "humming": Scheme(
+        "humming", dict(quant_method="humming", dtype="int4"), since=V26, needs="HummingMoEMethod: the humming library"
+    ),
 }

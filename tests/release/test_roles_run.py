@@ -52,7 +52,7 @@ MISSING = {name: scheme for name, scheme in here().items() if scheme.needs is no
 def release(patched):
     """The release's configuration, and every module imported that has a method."""
     pretend.import_below("vllm.model_executor.layers", lambda name: "quantization" in name or "fused_moe" in name)
-    with walk.engine() as config:
+    with walk.engine() as config, walk.frozen():
         yield config
 
 
@@ -61,7 +61,8 @@ class Ran:
 
     def __init__(self, config, scheme: Scheme) -> None:
         self.wrong: list[str] = []
-        with walk.newer() as tensors, pretend.on(scheme.device):
+        before = {id(tensor): tensor for tensor in walk.tensors()}
+        with pretend.on(scheme.device):
             layer, owner = walk.build(config, scheme)
             self.method = type(owner.quant_method).__name__
             self.weights = self._registered(owner, "before processing")
@@ -69,7 +70,7 @@ class Ran:
             if getattr(owner.quant_method, "moe_quant_config", None) is None:  # made at the first forward pass
                 owner.quant_method.moe_quant_config = owner.quant_method.get_fused_moe_quant_config(owner)
             self.weights &= self._registered(owner, "after processing")
-            self._captured(layer, owner, tensors())
+            self._captured(layer, owner, [t for t in walk.tensors() if id(t) not in before])
 
     def _registered(self, owner, when: str) -> bool:
         """Look at every parameter and buffer; whether a routed expert's weight is among them."""
@@ -83,7 +84,7 @@ class Ran:
             self.wrong.append(f"{label}: not in the role table of {self.method}")
         elif isinstance(tensor, torch.nn.UninitializedParameter) or not tensor.numel():
             return
-        elif roles.per_expert(name, tensor.dim()) != (tensor.shape[:1] == (walk.EXPERTS,)):
+        elif roles.per_expert(name, role, tensor.dim()) != (tensor.shape[:1] == (walk.EXPERTS,)):
             self.wrong.append(f"{label}: of shape {tuple(tensor.shape)}, {role.value}")
 
     def _captured(self, layer, owner, tensors: list[torch.Tensor]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One expert layer of a release, built from a checkpoint's quantization config and processed, and what holds tensors."""
+"""One expert layer of a release, built from a checkpoint's quantization config and processed, and what it holds."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import contextlib
 import functools
 import gc
 import importlib.metadata
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 
 import moe
-import pretend
 import torch
 from schemes import Scheme
 from torch import nn
@@ -87,7 +86,7 @@ def build(config, scheme: Scheme) -> tuple[nn.Module, nn.Module]:
         renormalize=True,
         prefix="model.layers.0.experts",
         quant_config=config_of(scheme),
-        **scheme.layer,
+        **(scheme.layer or {}),
     )
     owner = next(m for m in layer.modules() if hasattr(m, "quant_method") and m._parameters)
     return layer, owner
@@ -106,19 +105,20 @@ def process(owner: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def newer() -> Iterator[Callable[[], list[torch.Tensor]]]:
-    """Within, the tensors that are there now and were not at the start, as far as the interpreter knows."""
+def frozen() -> Iterator[None]:
+    """Within, `tensors` finds those alone that are made from now on, and quickly."""
     gc.collect()
     gc.freeze()
-
-    def found() -> list[torch.Tensor]:
-        gc.collect()
-        return [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
-
     try:
-        yield found
+        yield
     finally:
         gc.unfreeze()
+
+
+def tensors() -> list[torch.Tensor]:
+    """All that the interpreter knows."""
+    gc.collect()
+    return [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
 
 
 PLAIN = (str, bytes, int, float, bool, complex, type(None), type, ModuleType, torch.dtype, torch.device)

@@ -29,6 +29,7 @@ class Role(enum.Enum):
     BIAS = "bias"
     SHAPE = "shape or type of the checkpoint's tensor"
     WORKSPACE = "workspace of a kernel"
+    ACTIVATION = "number of the activation function"
     STRIDES = "strides of a grouped kernel's operands"
 
 
@@ -71,9 +72,19 @@ SUFFIXES: dict[str, Role] = {
     "weight_shape": Role.SHAPE,
     "qweight_type": Role.SHAPE,
 }
-OTHERS: dict[str, Role] = {"workspace": Role.WORKSPACE, "locks": Role.WORKSPACE}
+OTHERS: dict[str, Role] = {
+    "workspace": Role.WORKSPACE,
+    "locks": Role.WORKSPACE,
+    "a1_gscale": Role.INPUT_SCALE,
+    "g1_alphas": Role.GLOBAL_SCALE,
+    "g2_alphas": Role.GLOBAL_SCALE,
+    "g1_scale_c": Role.GLOBAL_SCALE,
+    "gemm1_alpha": Role.ACTIVATION,
+    "gemm1_beta": Role.ACTIVATION,
+    "gemm1_clamp_limit": Role.ACTIVATION,
+}
 # Their first dimension does not count experts.
-_OF_ALL = ("qweight_type", *OTHERS)
+_OF_ALL = ("qweight_type", "workspace", "locks")
 # What methods, configs and kernels make for themselves of a layer's tensors and keep, by the last names on the way
 # there. Each is small, one entry an expert, and stays where it was made. "_a1" and "_a2" are the two inputs of an
 # expert, "_w1" and "_w2" its weights.
@@ -82,6 +93,9 @@ CAPTURED: dict[str, Role] = {
     "_a2.alpha_or_gscale": Role.INPUT_SCALE,
     "_w1.alpha_or_gscale": Role.GLOBAL_SCALE,
     "_w2.alpha_or_gscale": Role.GLOBAL_SCALE,
+    "g1_scale_c": Role.GLOBAL_SCALE,
+    "_gemm1_beta_unfolded": Role.ACTIVATION,
+    "_gemm1_clamp_limit_unfolded": Role.ACTIVATION,
     **dict.fromkeys(("a_strides1", "a_strides2", "b_strides1", "b_strides2"), Role.STRIDES),
     **dict.fromkeys(("ab_strides1", "ab_strides2", "c_strides1", "s_strides1", "s_strides2"), Role.STRIDES),
 }
@@ -199,8 +213,23 @@ _ON_MARLIN = """
     ModelOptNvFp4FusedMoE Mxfp4MoEMethod Mxfp8OnlineMoEMethod QuarkNvfp4MoEMethod QuarkOCP_MX_MoEMethod
     QuarkW8A8Fp8MoEMethod
 """
-for _name in _ON_MARLIN.split():
-    METHODS[_name] = METHODS[_name]._replace(others=("workspace",))
+# What FlashInfer's kernels have on a layer: CUTLASS for FP8 per tensor, TRTLLM for NVFP4 (and, up to v0.18.0, MXFP4).
+_ON_CUTLASS = """
+    CompressedTensorsW8A8Fp8MoEMethod Fp8MoEMethod Fp8PerTensorOnlineMoEMethod ModelOptFp8MoEMethod
+    QuarkW8A8Fp8MoEMethod
+"""
+_ON_TRTLLM = """
+    CompressedTensorsW4A4Nvfp4MoEMethod ModelOptNvFp4FusedMoE Nvfp4OnlineMoEMethod QuarkNvfp4MoEMethod
+"""
+_OF_SWIGLU = "gemm1_alpha gemm1_beta gemm1_clamp_limit"
+for _names, _more in (
+    (_ON_MARLIN, "workspace"),
+    (_ON_CUTLASS, "g1_alphas g2_alphas"),
+    (_ON_TRTLLM, f"a1_gscale g1_alphas g2_alphas g1_scale_c {_OF_SWIGLU}"),
+    ("Mxfp4MoEMethod XpuMxfp4MoEMethod", _OF_SWIGLU),
+):
+    for _name in _names.split():
+        METHODS[_name] = METHODS[_name]._replace(others=(*METHODS[_name].others, *_more.split()))
 # Methods of single models, which register what the method does that they extend; none of them is processed apart.
 METHODS |= {
     "DeepseekV4HeterogeneousMxfp4MoEMethod": METHODS["Mxfp4MoEMethod"],
@@ -269,14 +298,13 @@ def captured_role(path: str) -> Role | None:
     return CAPTURED.get(names[-1]) or CAPTURED.get(".".join(names[-2:]))
 
 
-def per_expert(leaf: str, ndim: int) -> bool:
+def per_expert(leaf: str, role: Role, ndim: int) -> bool:
     """Whether the first dimension of the tensor `leaf`, which has `ndim` of them, counts experts.
 
     It does not in a scale of the activations that has become a scalar: the largest of all experts.
     """
     found = _PROJECTION.fullmatch(leaf)
-    suffix = found[2] if found else leaf
-    return suffix not in _OF_ALL and (ndim > 0 or SUFFIXES.get(suffix) is not Role.INPUT_SCALE)
+    return (found[2] if found else leaf) not in _OF_ALL and (ndim > 0 or role is not Role.INPUT_SCALE)
 
 
 def may_leave(module: object, leaf: str, ndim: int) -> bool:
