@@ -66,6 +66,7 @@ class Ran:
             layer, owner = walk.build(config, scheme)
             self.method = type(owner.quant_method).__name__
             self.weights = self._registered(owner, "before processing")
+            walk.fill(owner)
             walk.process(owner)
             if getattr(owner.quant_method, "moe_quant_config", None) is None:  # made at the first forward pass
                 owner.quant_method.moe_quant_config = owner.quant_method.get_fused_moe_quant_config(owner)
@@ -149,3 +150,59 @@ def test_every_method_runs_or_is_listed(release):
     assert every - runs - cannot == set(), "neither run nor listed with a reason"
     assert cannot & runs == set(), "listed, and yet they run"
     assert cannot - every == set(), "listed, and this release has them not"
+
+
+MUTANT = "gptq"
+
+
+@pytest.mark.parametrize("suffix", ["qweight", "scales", "qzeros"])
+def test_a_name_that_is_not_in_the_table_fails(suffix, release, monkeypatch):
+    method = run(release, MUTANT).method
+    entry = roles.METHODS[method]
+    less = entry._replace(suffixes=tuple(s for s in entry.suffixes if s != suffix))
+    monkeypatch.setitem(roles.METHODS, method, less)
+    wrong = Ran(release, SCHEMES[MUTANT]).wrong
+    assert {w.split()[0].rstrip(":") for w in wrong} == {f"w13_{suffix}", f"w2_{suffix}"}
+
+
+def mutated(release, monkeypatch, function: str, after) -> list[str]:
+    """What is wrong when the release's method does `after` to its layer as well."""
+    cls = walk.classes()[run(release, MUTANT).method]
+    real = getattr(cls, function)
+
+    def mutant(self, layer, *args, **kwargs):
+        real(self, layer, *args, **kwargs)
+        after(self, layer)
+
+    monkeypatch.setattr(cls, function, mutant)
+    return Ran(release, SCHEMES[MUTANT]).wrong
+
+
+def test_a_name_that_is_renamed_fails(release, monkeypatch):
+    def rename(method, layer):
+        layer.register_parameter("w2_packed_scales", layer.w2_scales)
+
+    wrong = mutated(release, monkeypatch, "create_weights", rename)
+    assert any(w.startswith("w2_packed_scales before processing: not in the role table") for w in wrong)
+
+
+def test_a_shape_without_experts_fails(release, monkeypatch):
+    def flatten(method, layer):
+        layer.w2_scales = torch.nn.Parameter(layer.w2_scales.data.flatten(), requires_grad=False)
+
+    wrong = mutated(release, monkeypatch, "process_weights_after_loading", flatten)
+    assert any(w.startswith("w2_scales after processing: of shape") for w in wrong)
+
+
+def test_what_a_kernel_captures_without_a_role_fails(release, monkeypatch):
+    def capture(method, layer):
+        method.a_copy = layer.w2_scales + 0
+        weight = next(p for n, p in layer.named_parameters() if n in ("w2_weight", "w2_qweight"))
+        method.a_view = weight.data[1:]
+        hidden.append(torch.zeros(3, dtype=torch.float64))
+
+    hidden: list[torch.Tensor] = []
+    wrong = "\n".join(mutated(release, monkeypatch, "process_weights_after_loading", capture))
+    assert "a_copy: not in the role table" in wrong
+    assert "a_view: lies in the memory of w2_" in wrong
+    assert "a tensor (3,) torch.float64 is held by nothing" in wrong

@@ -92,8 +92,8 @@ def build(config, scheme: Scheme) -> tuple[nn.Module, nn.Module]:
     return layer, owner
 
 
-def process(owner: nn.Module) -> None:
-    """The release's own processing after loading, of weights and scales that are all one."""
+def fill(owner: nn.Module) -> None:
+    """Weights and scales that are all one, as if they had been loaded."""
     for name, parameter in owner._parameters.items():
         if isinstance(parameter, nn.UninitializedParameter):
             parameter.materialize((EXPERTS, HIDDEN, WIDTH))
@@ -101,6 +101,10 @@ def process(owner: nn.Module) -> None:
             real = nn.Parameter(torch.empty_like(parameter, device="cpu"), requires_grad=False)
             owner._parameters[name] = parameter = real
         parameter.data.fill_(1)
+
+
+def process(owner: nn.Module) -> None:
+    """The release's own processing after loading."""
     owner.quant_method.process_weights_after_loading(owner)
 
 

@@ -3,8 +3,8 @@
 
 A release registers the tensors of its experts under names that depend on the quantization method. The table below
 lists every name of every method of the pins, exactly. There is no default: a name that is not listed stays on the
-GPU and the start-up report says so, and `tests/release/test_roles.py` fails for it by name, which is the warning
-that a new release needs.
+GPU and the start-up report says so, and `tests/release/test_roles.py` (sources) and `test_roles_run.py` (layers, as
+they are built and processed) fail for it by name, which is the warning that a new release needs.
 
 Only the routed experts' weights leave. Scales, zero points, indices and biases are small, and the kernels' configs keep
 references to them from the moment that `captured` names, so they must stay where they are.
