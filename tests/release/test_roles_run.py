@@ -7,8 +7,6 @@ processes it. A tensor that nobody has classified, or that a release has renamed
 
 from __future__ import annotations
 
-import functools
-
 import pretend
 import pytest
 import torch
@@ -115,17 +113,14 @@ class Ran:
         self.wrong += [f"a tensor {tuple(t.shape)} {t.dtype} is held by nothing that was walked" for t in lost]
 
 
-@functools.cache
-def ran(config_id: int, name: str) -> Ran:
-    return Ran(CONFIGS[config_id], SCHEMES[name])
-
-
-CONFIGS: dict[int, object] = {}
+RAN: dict[str, Ran] = {}
 
 
 def run(config, name: str) -> Ran:
-    CONFIGS[id(config)] = config
-    return ran(id(config), name)
+    """A scheme is run once, whichever test asks first."""
+    if name not in RAN:
+        RAN[name] = Ran(config, SCHEMES[name])
+    return RAN[name]
 
 
 @pytest.mark.parametrize("name", RUN)
