@@ -34,3 +34,23 @@ def test_replace_parameter(patched, prefer_copy):
     rows = [tape.play(e, e + 1, tape.program(made))[made.number] for e in range(4)]
     expected = (weight.flip(1) ^ 0x0F).view(torch.int32).transpose(1, 2)
     assert torch.equal(torch.cat(rows), expected)
+
+
+def test_replace_parameter_of_the_older_methods(patched):
+    """GPTQ's and AWQ's asks how large both storages are, of a tensor that a loop over experts has filled."""
+    from vllm.model_executor.layers.quantization.utils import replace_parameter
+
+    from vllm.expert_offload.deferred import Tape
+
+    weight = torch.arange(48, dtype=torch.int32).view(4, 3, 4)
+    tape = Tape(4, torch.device("cpu"))
+    layer = nn.Module()
+    layer.w13_qweight = nn.Parameter(tape.source(weight, lambda a, b: weight[a:b].clone()), requires_grad=False)
+    with tape.writing():
+        repacked = torch.empty((4, 4, 3), dtype=torch.int32)
+        for expert in range(4):
+            repacked[expert] = layer.w13_qweight[expert].t()
+        replace_parameter(layer, "w13_qweight", repacked)
+    made = layer.w13_qweight
+    made = tape.whole(made) if hasattr(made, "tape") else made
+    assert torch.equal(made, weight.transpose(1, 2))

@@ -279,6 +279,7 @@ class Tape:
         if self._values is None:
             self.why = why
             self._check_borrowed()
+            self._values = {}  # `makes_room` has nothing to make any more: what is played is real
             self._values = self.play(0, self.experts, program_for(self.steps, {d.number for d in self.alive()}))
             self.steps.clear()
             self.sources.clear()

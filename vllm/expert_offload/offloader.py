@@ -339,6 +339,15 @@ class Offloader:
             assert item.parameter is not None and item.buffer is not None
             to_host(item.buffer, item.parameter.data)
 
+    def holds(self, parameter: nn.Parameter) -> bool:
+        """Whether `parameter` lies in host memory, so that nobody may write by the address that it has today."""
+        return any(item.out and item.parameter is parameter for item in self.items.values())
+
+    def refuse_parts(self) -> None:
+        """Raise where weights are staged: who changes a few elements of one finds another layer's beside them."""
+        if staged := sum(item.out and not item.mapped for item in self.items.values()):
+            raise NotImplementedError(report.no_parts(staged))
+
     @property
     def moved(self) -> int:
         """Bytes that lie in host memory instead of on the GPU, on this rank."""

@@ -94,3 +94,12 @@ def nothing_moved(items: list[Item], device: torch.device, cpu_switch: str) -> s
         f"--cpu-offload-gb was given and no byte left the device on any rank: {why}. Start without the flag, or name "
         "other weights with --cpu-offload-params"
     )
+
+
+def no_parts(staged: int) -> str:
+    """Why weights cannot be reloaded a few elements at a time beside `staged` weights, and what to do."""
+    return (
+        f"expert offload: sparse weight updates change single elements in place, and {staged} offloaded weights are "
+        "copied from host memory over whatever is in place before each use: transfer whole weights (backend nccl or "
+        "ipc), or serve without --cpu-offload-gb"
+    )

@@ -3,8 +3,8 @@
 
 A release registers the tensors of its experts under names that depend on the quantization method. The table below
 lists every name of every method of the pins, exactly. There is no default: a name that is not listed stays on the
-GPU and the start-up report says so, and `tests/release/test_roles.py` fails for it by name, which is the warning
-that a new release needs.
+GPU and the start-up report says so, and `tests/release/test_roles.py` (sources) and `test_roles_run.py` (layers, as
+they are built and processed) fail for it by name, which is the warning that a new release needs.
 
 Only the routed experts' weights leave. Scales, zero points, indices and biases are small, and the kernels' configs keep
 references to them from the moment that `captured` names, so they must stay where they are.
@@ -29,6 +29,8 @@ class Role(enum.Enum):
     BIAS = "bias"
     SHAPE = "shape or type of the checkpoint's tensor"
     WORKSPACE = "workspace of a kernel"
+    ACTIVATION = "number of the activation function"
+    STRIDES = "strides of a grouped kernel's operands"
 
 
 class Method(NamedTuple):
@@ -70,7 +72,33 @@ SUFFIXES: dict[str, Role] = {
     "weight_shape": Role.SHAPE,
     "qweight_type": Role.SHAPE,
 }
-OTHERS: dict[str, Role] = {"workspace": Role.WORKSPACE, "locks": Role.WORKSPACE}
+OTHERS: dict[str, Role] = {
+    "workspace": Role.WORKSPACE,
+    "locks": Role.WORKSPACE,
+    "a1_gscale": Role.INPUT_SCALE,
+    "g1_alphas": Role.GLOBAL_SCALE,
+    "g2_alphas": Role.GLOBAL_SCALE,
+    "g1_scale_c": Role.GLOBAL_SCALE,
+    "gemm1_alpha": Role.ACTIVATION,
+    "gemm1_beta": Role.ACTIVATION,
+    "gemm1_clamp_limit": Role.ACTIVATION,
+}
+# Their first dimension does not count experts.
+_OF_ALL = ("qweight_type", "workspace", "locks")
+# What methods, configs and kernels make for themselves of a layer's tensors and keep, by the last names on the way
+# there. Each is small, one entry an expert, and stays where it was made. "_a1" and "_a2" are the two inputs of an
+# expert, "_w1" and "_w2" its weights.
+CAPTURED: dict[str, Role] = {
+    "_a1.alpha_or_gscale": Role.INPUT_SCALE,
+    "_a2.alpha_or_gscale": Role.INPUT_SCALE,
+    "_w1.alpha_or_gscale": Role.GLOBAL_SCALE,
+    "_w2.alpha_or_gscale": Role.GLOBAL_SCALE,
+    "g1_scale_c": Role.GLOBAL_SCALE,
+    "_gemm1_beta_unfolded": Role.ACTIVATION,
+    "_gemm1_clamp_limit_unfolded": Role.ACTIVATION,
+    **dict.fromkeys(("a_strides1", "a_strides2", "b_strides1", "b_strides2"), Role.STRIDES),
+    **dict.fromkeys(("ab_strides1", "ab_strides2", "c_strides1", "s_strides1", "s_strides2"), Role.STRIDES),
+}
 
 _WNA16 = "weight_packed weight weight_scale weight_shape weight_g_idx g_idx_sort_indices"
 _FP8 = "weight weight_scale weight_scale_inv input_scale bias"
@@ -88,7 +116,7 @@ METHODS: dict[str, Method] = {
     "AWQMarlinMoEMethod": _method(
         "qweight scales qzeros input_global_scale g_idx_sort_indices weight", "call", "workspace"
     ),
-    "AutoAWQMoEMethod": _method("qweight scales qzeros weight bias", "load", "workspace"),
+    "AutoAWQMoEMethod": _method("qweight scales qzeros g_idx_sort_indices weight bias", "load", "workspace"),
     "AutoGPTQMoEMethod": _method(
         "qweight scales qzeros g_idx g_idx_sort_indices bias input_global_scale weight", "load", "workspace"
     ),
@@ -176,6 +204,32 @@ for _names, _more in ((_ON_HUMMING, _OF_HUMMING), (_REQUANTIZING, _REQUANTIZED))
     for _name in _names.split():
         _suffixes = (*METHODS[_name].suffixes, *_more.split())
         METHODS[_name] = METHODS[_name]._replace(suffixes=tuple(dict.fromkeys(_suffixes)))
+# Methods whose layers Marlin runs, under some names of the table above, with a workspace that is an attribute of the
+# layer up to v0.26.0.
+_ON_MARLIN = """
+    CompressedTensorsW4A4Mxfp4MoEMethod CompressedTensorsW4A4Nvfp4MoEMethod CompressedTensorsW8A8Fp8MoEMethod
+    CompressedTensorsW8A8Mxfp8MoEMethod Fp8MoEMethod Fp8OnlineMoEMethod Fp8PerBlockOnlineMoEMethod
+    Fp8PerTensorOnlineMoEMethod Fp8PtpcOnlineMoEMethod GptOssMxfp4MoEMethod ModelOptFp8MoEMethod ModelOptMxFp8FusedMoE
+    ModelOptNvFp4FusedMoE Mxfp4MoEMethod Mxfp8OnlineMoEMethod QuarkNvfp4MoEMethod QuarkOCP_MX_MoEMethod
+    QuarkW8A8Fp8MoEMethod
+"""
+# What FlashInfer's kernels have on a layer: CUTLASS for FP8 per tensor, TRTLLM for NVFP4 (and, up to v0.18.0, MXFP4).
+_ON_CUTLASS = """
+    CompressedTensorsW8A8Fp8MoEMethod Fp8MoEMethod Fp8PerTensorOnlineMoEMethod ModelOptFp8MoEMethod
+    QuarkW8A8Fp8MoEMethod
+"""
+_ON_TRTLLM = """
+    CompressedTensorsW4A4Nvfp4MoEMethod ModelOptNvFp4FusedMoE Nvfp4OnlineMoEMethod QuarkNvfp4MoEMethod
+"""
+_OF_SWIGLU = "gemm1_alpha gemm1_beta gemm1_clamp_limit"
+for _names, _more in (
+    (_ON_MARLIN, "workspace"),
+    (_ON_CUTLASS, "g1_alphas g2_alphas"),
+    (_ON_TRTLLM, f"a1_gscale g1_alphas g2_alphas g1_scale_c {_OF_SWIGLU}"),
+    ("Mxfp4MoEMethod XpuMxfp4MoEMethod", _OF_SWIGLU),
+):
+    for _name in _names.split():
+        METHODS[_name] = METHODS[_name]._replace(others=(*METHODS[_name].others, *_more.split()))
 # Methods of single models, which register what the method does that they extend; none of them is processed apart.
 METHODS |= {
     "DeepseekV4HeterogeneousMxfp4MoEMethod": METHODS["Mxfp4MoEMethod"],
@@ -236,6 +290,21 @@ def role_of(method: str, leaf: str) -> Role | None:
         return OTHERS[leaf]
     found = _PROJECTION.fullmatch(leaf)
     return SUFFIXES[found[2]] if found and found[2] in entry.suffixes else None
+
+
+def captured_role(path: str) -> Role | None:
+    """Role of a tensor that is no attribute of its layer, by the dotted way to it; None when the table has it not."""
+    names = path.split(".")
+    return CAPTURED.get(names[-1]) or CAPTURED.get(".".join(names[-2:]))
+
+
+def per_expert(leaf: str, role: Role, ndim: int) -> bool:
+    """Whether the first dimension of the tensor `leaf`, which has `ndim` of them, counts experts.
+
+    It does not in a scale of the activations that has become a scalar: the largest of all experts.
+    """
+    found = _PROJECTION.fullmatch(leaf)
+    return (found[2] if found else leaf) not in _OF_ALL and (ndim > 0 or role is not Role.INPUT_SCALE)
 
 
 def may_leave(module: object, leaf: str, ndim: int) -> bool:
