@@ -175,8 +175,11 @@ def test_another_flag_is_refused(text):
 @st.composite
 def some_sizes(draw):
     layer, layers = draw(st.integers(1, 2 * GIB)), draw(st.integers(1, 64))
-    card, resident, kv_cache, beside, host = (draw(some) for _ in range(5))
-    return Sizes(card, resident, layer * layers, layer, draw(st.integers(1, layer)), kv_cache, beside, host)
+    experts, resident, kv_cache = layer * layers, draw(some), draw(some)
+    over = draw(st.integers(-layer, experts + layer))  # what does not fit
+    card = max(0, resident + experts + kv_cache - over)
+    beside, host = draw(st.integers(0, 2 * layer)), draw(st.integers(0, 2 * experts))
+    return Sizes(card, resident, experts, layer, draw(st.integers(1, layer)), kv_cache, beside, host)
 
 
 def fits(sizes, moved):
