@@ -185,6 +185,16 @@ def test_a_number_of_rows_out_of_range_reads_nothing_beyond(rows):
     assert (pool.expert_map >= 0).nonzero().flatten().tolist() == ([1, 2, 3, 4] if rows > 0 else [])
 
 
+@pytest.mark.parametrize("number", [-1, -2, -(2**31), 8, 9, 2**31 - 1])
+def test_a_number_that_is_no_experts_leaves_no_trace(number):
+    pool = Pool(parts(8, 3))
+    before = pool._state.clone()  # with what lies between its parts
+    pool.plan(torch.tensor([[number, number]]), one(1))
+    assert pool.clock.item() == 1
+    pool.clock.zero_()
+    assert torch.equal(pool._state, before)
+
+
 def test_of_more_choices_than_are_read_at_once_all_count():
     rng, experts = random.Random(1), 400
     chosen = [rng.randrange(experts) for _ in range(70 * 10)]
@@ -233,10 +243,12 @@ def test_warm_has_experts_in_slots_and_counts_no_plan(experts, staged):
 
 def test_reset_forgets_the_slots_and_keeps_the_counters():
     pool = Pool(parts(8, 3))
-    for numbers in ((1, 4), (5, 6), (1, 2)):
+    for numbers in ((1, 4), (5, 6), (1, 2), (6,)):
         planned(pool, *numbers)
+    assert pool.order.tolist() != [0, 1, 2]
     counted = pool.counters.tolist()
     pool.reset()
+    assert torch.equal(pool._state, Pool(parts(8, 3))._state)
     assert pool.counters.tolist() == counted
     reference = Reference(8, 3)
     reference.counters = dict(zip(COUNTERS, counted))
