@@ -56,11 +56,11 @@ class Pooled:
         self.pool.fill()
         if topk_ids.numel() <= self.pool.slots:
             return self.twin.apply(layer=self.view, x=x, topk_ids=topk_ids, **named)
-        # A method may write its result over its input.
-        out = self.twin.apply(layer=self.view, x=x.clone(), topk_ids=topk_ids, **named)
+        # A method may write its result over its input, or into a workspace that its next call has too.
+        out = self.twin.apply(layer=self.view, x=x.clone(), topk_ids=topk_ids, **named).clone()
         if "shared_experts" in named:
             named["shared_experts"] = None  # the first pass has run them
-        return out + self.method.apply(layer=self.rest, x=x, topk_ids=topk_ids, **named)
+        return out.add_(self.method.apply(layer=self.rest, x=x, topk_ids=topk_ids, **named))
 
 
 class Pools:
