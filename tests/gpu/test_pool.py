@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts in use are kept in GPU slots: answers stay the resident model's at few, half and all slots.
+"""Experts in use are kept in GPU slots: tokens stay the resident model's at few, half and all slots.
 
-Rows of an expert come out of its own product, and a token's rows are summed in the router's order, whatever slot they
-came from: where all of a batch's experts have slots, tokens are equal. In a batch that needs more, two passes are
-added, which rounds once more; there log-probabilities must agree.
+Two requests need at most 16 experts a step. The kernels run on the same shapes as without slots, whatever slot an
+expert has, so tokens are equal. A batch that needs more experts than there are slots is added up from two passes, and
+rounds once more: tests/gpu/test_slots.py looks at that, a layer alone.
 """
 
 import pytest
@@ -15,8 +15,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(vllm.__version__ < "0.26", reason="v0.17.1 and v0.18.0 have no slots yet"),
 ]
-EXPERTS, TOPK, LAYERS = 64, 8, 8
-CLOSE = 0.05  # nats of a log-probability, of which rounding the sum of two passes takes a part
+EXPERTS, LAYERS = 64, 8
 
 
 def start(path, mode, slots, **more):
@@ -39,18 +38,6 @@ def counted(run) -> dict[str, int]:
     return dict(zip(COUNTERS, run.offloader.pools.counters.sum(0).tolist()))
 
 
-def scores(run, sequences) -> list[list[float]]:
-    """Log-probability of each token of each sequence but its first, the sequence given."""
-    from vllm import SamplingParams
-
-    out = []
-    for tokens in sequences:
-        sampling = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-        (done,) = run.llm.generate([{"prompt_token_ids": tokens}], sampling, use_tqdm=False)
-        out.append([options[t].logprob for t, options in zip(done.prompt_token_ids[1:], done.prompt_logprobs[1:])])
-    return out
-
-
 @pytest.fixture(scope="session")
 def resident(folder, once):
     """What a resident engine of the default runner answers, one per scheme and mode."""
@@ -61,10 +48,8 @@ def resident(folder, once):
         def make() -> dict:
             path = synthetic.qwen35(folder, scheme)
             run = harness.start(path, mode=mode, v2=DEFAULT)
-            sequences = [tokens[:48] for tokens in run.tokens]
-            found = dict(path=path, tokens=run.tokens, sequences=sequences, scores=scores(run, sequences))
             harness.end(run)
-            return {**found, "loaded": run.loaded}
+            return dict(path=path, tokens=run.tokens, loaded=run.loaded)
 
         return once(f"pooled-{scheme}-{mode}", make)
 
@@ -73,14 +58,13 @@ def resident(folder, once):
 
 @pytest.mark.parametrize("scheme", ["nvfp4", "w4a16"])
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
-@pytest.mark.parametrize("slots", [12, 16, 32, 64])
+@pytest.mark.parametrize("slots", [16, 32, 64])
 def test_answers_with_slots(scheme, mode, slots, resident, figures):
     import harness
 
     base = resident(scheme, mode)
     run = start(base["path"], mode, slots)
     case, more = f"qwen3.5 8 layers {scheme} {mode} {slots} slots of 64", dict(mode=mode, seconds=round(run.seconds, 1))
-    few = slots < 2 * TOPK  # two requests may need more experts
     try:
         pools = run.offloader.pools
         assert (pools.slots, len(pools.layers), pools.left_out) == (slots, LAYERS, {})
@@ -88,15 +72,11 @@ def test_answers_with_slots(scheme, mode, slots, resident, figures):
         before = counted(run)
         again = run.generate()
         after = {name: n - before[name] for name, n in counted(run).items()}
-        got = scores(run, base["sequences"])
-        apart = max(abs(a - b) for x, y in zip(base["scores"], got) for a, b in zip(x, y))
         figures(f"{case}: tokens equal", int(run.tokens == base["tokens"]), "tokens equal", counters=after, **more)
-        figures(f"{case}: log-probabilities apart at most", round(apart, 5), "nats", **more)
         assert after["needed"] == after["hits"] + after["filled"] + after["rest"] and after["hits"] > 0, after
         assert after["filled"] > 0 or slots == EXPERTS, after
-        assert apart < CLOSE
-        if not few:
-            assert run.tokens == base["tokens"] and again == run.tokens, after
+        assert after["rest"] == 0, after
+        assert run.tokens == base["tokens"] and again == run.tokens, after
         run.swap_two_experts()
         assert run.generate() != run.tokens, "void: two experts changed places and no token did"
     finally:

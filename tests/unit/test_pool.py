@@ -13,49 +13,12 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="tools/test.py --layer unit brings Triton along")
 from expert_offload.pool import COUNTERS, Part, Pool
+from pool_reference import Reference, compare
 
 STEPS = 30
 # No shrinking: an example takes a third of a second, and is a seed for the most part.
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
 GARBAGE = (-1, -7, 2**31 - 1, -(2**31))
-
-
-class Reference:
-    """What the kernels must do: `holds` has each slot's expert (-1: none), `order` the slots, next victim first."""
-
-    def __init__(self, experts, slots):
-        self.experts, self.holds, self.order = experts, [-1] * slots, list(range(slots))
-        self.counters = dict.fromkeys(COUNTERS, 0)
-
-    def plan(self, chosen, bytes_each, counted=True):
-        """Returns the copies (expert, slot) and both maps."""
-        need = sorted({e for e in chosen if 0 <= e < self.experts})
-        missing = [e for e in need if e not in self.holds]
-        fills = list(zip(missing, [s for s in self.order if self.holds[s] not in need]))
-        for expert, slot in fills:
-            self.holds[slot] = expert
-        self.order.sort(key=lambda s: self.holds[s] in need)  # stable
-        at = {e: self.holds.index(e) for e in need if e in self.holds}
-        counts = 1, len(need), len(need) - len(missing), len(fills), len(missing) - len(fills)
-        for name, n in zip(COUNTERS, counts if counted else ()):
-            self.counters[name] += n
-        self.counters["bytes"] += len(fills) * bytes_each
-        every = range(self.experts)
-        return fills, [at.get(e, -1) for e in every], [e if e in need and e not in at else -1 for e in every]
-
-
-def compare(pool, reference, planned):
-    """Every array of `pool` is as `reference`, which answered with `planned`, says."""
-    fills, expert_map, rest_map = planned
-    assert pool.count.item() == len(fills)
-    assert pool.fills[: len(fills)].tolist() == [expert * 65536 + slot for expert, slot in fills]
-    assert pool.expert_map.tolist() == expert_map
-    assert pool.rest_map.tolist() == rest_map
-    assert pool.expert_at.tolist() == reference.holds
-    at = {expert: slot for slot, expert in enumerate(reference.holds)}
-    assert pool.slot_of.tolist() == [at.get(e, -1) for e in range(pool.experts)]
-    assert pool.order.tolist() == reference.order
-    assert dict(zip(COUNTERS, pool.counters.tolist())) == reference.counters
 
 
 # An expert's shape and type, from one number to several chunks; rows of a multiple of 16, 4 and 2 bytes, and odd ones.
@@ -119,8 +82,12 @@ def test_every_plan_is_the_references(data, seed, dtype):
     pool, reference, rng = Pool(parts(experts, slots)), Reference(experts, slots), random.Random(seed)
     for _ in range(STEPS):
         ids, rows, chosen = batch(rng, experts, shape, hot, dtype)
-        pool.plan(ids, rows)
+        slot_ids = torch.full_like(ids, 99) if rng.random() < 0.7 else None
+        pool.plan(ids, rows, slot_ids)
         compare(pool, reference, reference.plan(chosen, bytes_each=4))
+        if slot_ids is not None:
+            where = [max(0, pool.slot_of[e]) if 0 <= e < experts else 0 for e in ids.flatten().tolist()]
+            assert slot_ids.flatten().tolist() == where
 
 
 @settings(max_examples=8, phases=PHASES)
@@ -331,3 +298,8 @@ def test_a_pool_of_nothing_another_type_or_other_counters():
 def test_a_batch_of_another_kind(ids, rows):
     with pytest.raises(ValueError, match=r"ids must be contiguous|rows must be one int32"):
         Pool(parts(4, 2)).plan(ids, rows)
+
+
+def test_slot_ids_are_like_ids():
+    with pytest.raises(ValueError, match="slot_ids must be contiguous"):
+        Pool(parts(4, 2)).plan(torch.zeros(2, 2, dtype=torch.int32), one(1), torch.zeros(4, dtype=torch.int32))

@@ -48,6 +48,7 @@ class UnquantizedFusedMoEMethod:
         out = self.workspace[: len(x)].zero_()
         for t, ids in enumerate(topk_ids.tolist()):
             for e, w in zip(ids, topk_weights[t].tolist()):
+                assert 0 <= e < layer.global_num_experts
                 row = e if layer.expert_map is None else int(layer.expert_map[e])
                 if row >= 0:
                     out[t] += w * (x[t] @ weight[row]) * scale[row]
@@ -56,6 +57,7 @@ class UnquantizedFusedMoEMethod:
 
 class Experts(nn.Module):
     expert_map = None
+    global_num_experts = E
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()

@@ -156,24 +156,30 @@ class Pool:
             )
         return source
 
-    def plan(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
+    def plan(self, ids: torch.Tensor, rows: torch.Tensor, slot_ids: torch.Tensor | None = None) -> None:
         """Find what a batch needs, give it slots, and set the maps, `fills` and the counters.
 
         Args:
             ids: [T, K] int32 or int64 on the device, contiguous: the router's choice. A number that is no expert's is
                 passed over.
             rows: one int32 on the device: how many rows count, from the first; the others may hold anything.
+            slot_ids: like `ids`, gets the slot of each of them, and 0 for one that has none: what a batch that all
+                slots suffice for may be computed by, in the place of `ids`.
 
         Raises:
             ValueError: a tensor is not as said.
         """
+        if slot_ids is not None and not (slot_ids.shape == ids.shape and slot_ids.is_contiguous()):
+            raise ValueError(f"slot_ids must be contiguous {tuple(ids.shape)}, as ids are, not {tuple(slot_ids.shape)}")
         if ids.dim() != 2 or ids.dtype not in (torch.int32, torch.int64) or not ids.is_contiguous():
             raise ValueError(f"ids must be contiguous [T, K] of int32 or int64, not {ids.dtype} {tuple(ids.shape)}")
         if rows.numel() != 1 or rows.dtype != torch.int32:
             raise ValueError(f"rows must be one int32, not {rows.dtype} {tuple(rows.shape)}")
-        self._plan(ids, rows, self.bytes_each, True)
+        self._plan(ids, rows, slot_ids, self.bytes_each, True)
 
-    def _plan(self, ids: torch.Tensor, rows: torch.Tensor, bytes_each: int, counted: bool) -> None:
+    def _plan(
+        self, ids: torch.Tensor, rows: torch.Tensor, slot_ids: torch.Tensor | None, bytes_each: int, counted: bool
+    ) -> None:
         batch, shape = (ids.numel(), ids.shape[1]), dict(E=self.experts, S=self.slots, LANES=self._lanes, BLOCK=_IDS)
         where = self.slot_of, self.expert_at, self.order
         out = self.fills, self.count, self.expert_map, self.rest_map
@@ -185,11 +191,13 @@ class Pool:
             *where,
             self._victims,
             *out,
+            ids if slot_ids is None else slot_ids,
             self.counters,
             *batch,
             bytes_each,
             **shape,
             COUNTED=counted,
+            RENUMBERED=slot_ids is not None,
             num_warps=_WARPS,
         )
         if self.check:
@@ -221,7 +229,7 @@ class Pool:
         if not isinstance(experts, torch.Tensor):
             host = torch.tensor(experts, dtype=torch.int32, pin_memory=self.device.type == "cuda")
             experts = host.to(self.device, non_blocking=True)
-        self._plan(experts.view(1, -1), self._one, self.bytes_each if table is None else 0, False)
+        self._plan(experts.view(1, -1), self._one, None, self.bytes_each if table is None else 0, False)
         self.fill(table)
 
     def reset(self) -> None:

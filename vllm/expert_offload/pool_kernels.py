@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["n_ids", "k", "bytes_each"], do_not_specialize_on_alignment=["ids", "rows"])
+@triton.jit(do_not_specialize=["n_ids", "k", "bytes_each"], do_not_specialize_on_alignment=["ids", "rows", "slot_ids"])
 def plan(
     ids: tl.tensor,
     rows: tl.tensor,
@@ -21,6 +21,7 @@ def plan(
     count: tl.tensor,
     expert_map: tl.tensor,
     rest_map: tl.tensor,
+    slot_ids: tl.tensor,
     counters: tl.tensor,
     n_ids: tl.tensor,
     k: tl.tensor,
@@ -30,6 +31,7 @@ def plan(
     LANES: tl.constexpr,
     BLOCK: tl.constexpr,
     COUNTED: tl.constexpr,
+    RENUMBERED: tl.constexpr,
 ) -> None:
     # One program. What another thread has stored is read behind a barrier, and what will be overwritten before one.
     now = tl.load(clock) + 1
@@ -84,6 +86,13 @@ def plan(
         add += tl.where(field == 0, 1, 0) + tl.where(field == 1, hits + n_miss, 0) + tl.where(field == 2, hits, 0)
         add += tl.where(field == 3, m, 0) + tl.where(field == 4, n_miss - m, 0)
     tl.store(counters + field, counts + add, mask=field < 6)
+    if RENUMBERED:
+        tl.debug_barrier()
+        for start in range(0, n_ids, BLOCK):
+            o = start + tl.arange(0, BLOCK)
+            e = tl.load(ids + o, mask=o < n_ids, other=-1)
+            there = tl.load(slot_of + e, mask=(e >= 0) & (e < E), other=0)
+            tl.store(slot_ids + o, tl.maximum(there, 0), mask=o < n_ids)
 
 
 @triton.jit

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # Experts objects of the releases that read `expert_map` themselves, so that a row that is not theirs costs nothing.
 READS_EXPERT_MAP = {"MarlinExperts", "TritonExperts"}
-WIDEST = 64  # tokens of a batch that is planned for; wider ones need almost all experts
+WIDEST = 32  # tokens of a batch that is planned for; wider ones need most experts
 
 
 class Layer(NamedTuple):
@@ -39,25 +39,33 @@ class Pooled:
     Args:
         method: of the layer; it runs wide batches, and what found no slot.
         pool: slots of the layer.
-        view: the layer with the slots for weights, and the pool's `expert_map`.
         twin: the method with the slots' scales.
-        rest: the layer with the pool's `rest_map`.
+        view: the layer with the slots for weights, and no expert but those in them: the router's choice is renumbered.
+            The same kernels run on the same shapes as without slots, and round alike.
+        part: the same with all experts, of which the pool's `expert_map` says which are there, in which slot.
+        rest: the layer itself with the pool's `rest_map`.
         rows: [1] int32 on the device, the tokens of the batch that are no padding.
     """
 
-    def __init__(self, method: Any, pool: Pool, view: View, twin: Any, rest: View, rows: torch.Tensor) -> None:
-        self.method, self.pool, self.view, self.twin, self.rest, self.rows = method, pool, view, twin, rest, rows
+    def __init__(
+        self, method: Any, pool: Pool, twin: Any, view: View, part: View, rest: View, rows: torch.Tensor
+    ) -> None:
+        self.method, self.pool, self.twin, self.rows = method, pool, twin, rows
+        self.view, self.part, self.rest = view, part, rest
 
     def __call__(self, *, layer: nn.Module, x: torch.Tensor, topk_ids: torch.Tensor, **named: Any) -> Any:
         """What `method.apply` returns for hidden states `x` [T, H] and the router's `topk_ids` [T, K]."""
         if topk_ids.shape[0] > WIDEST:
             return self.method.apply(layer=layer, x=x, topk_ids=topk_ids, **named)
+        if topk_ids.numel() <= self.pool.slots:
+            slot_ids = torch.empty_like(topk_ids)
+            self.pool.plan(topk_ids, self.rows, slot_ids)
+            self.pool.fill()
+            return self.twin.apply(layer=self.view, x=x, topk_ids=slot_ids, **named)
         self.pool.plan(topk_ids, self.rows)
         self.pool.fill()
-        if topk_ids.numel() <= self.pool.slots:
-            return self.twin.apply(layer=self.view, x=x, topk_ids=topk_ids, **named)
         # A method may write its result over its input, or into a workspace that its next call has too.
-        out = self.twin.apply(layer=self.view, x=x.clone(), topk_ids=topk_ids, **named).clone()
+        out = self.twin.apply(layer=self.part, x=x.clone(), topk_ids=topk_ids, **named).clone()
         if "shared_experts" in named:
             named["shared_experts"] = None  # the first pass has run them
         return out.add_(self.method.apply(layer=self.rest, x=x, topk_ids=topk_ids, **named))
@@ -132,7 +140,7 @@ def bytes_per_slot(module: nn.Module) -> int:
         nonlocal total
         total += row_bytes(source)
 
-    _twin(module, Rows(experts_of(module), 1, count), {})
+    _twin(module, Rows(experts_of(module), 1, count))
     return total
 
 
@@ -141,17 +149,18 @@ def pooled(module: nn.Module, slots: int, rows: torch.Tensor, counters: torch.Te
     from .pool import Part, Pool
 
     tensors = Rows(experts_of(module), min(slots, experts_of(module)), lambda t: slots_for(t, min(slots, len(t))))
-    view, twin = _twin(module, tensors, {})
+    view, twin = _twin(module, tensors)
     linked = {p.untyped_storage().data_ptr() for name, p in _tensors(module) if roles.may_leave(module, name, p.dim())}
     parts = [Part(real, made, real.untyped_storage().data_ptr() in linked) for real, made in tensors.pairs]
     pool = Pool(parts, counters=counters)
-    view.__dict__["expert_map"] = pool.expert_map
+    alone = dict.fromkeys(("global_num_experts", "local_num_experts"), pool.slots)
+    part = View(view, {"expert_map": pool.expert_map})
     rest = View(module, {"expert_map": pool.rest_map})
-    return Pooled(module.quant_method, pool, view, twin, rest, rows)
+    return Pooled(module.quant_method, pool, twin, View(view, alone), part, rest, rows)
 
 
-def _twin(module: nn.Module, tensors: Rows, replaced: dict[str, object]) -> tuple[View, Any]:
-    view = View(module, {**tensors.named(_tensors(module)), **replaced})
+def _twin(module: nn.Module, tensors: Rows) -> tuple[View, Any]:
+    view = View(module, dict(tensors.named(_tensors(module))))
     return view, twin_of(module.quant_method, tensors, module, view)
 
 

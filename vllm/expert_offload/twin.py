@@ -36,7 +36,7 @@ class NoTwin(ValueError):
 class View:
     """A layer with some of its attributes replaced, for the code that runs it and only reads."""
 
-    def __init__(self, layer: nn.Module, replaced: dict[str, object]) -> None:
+    def __init__(self, layer: nn.Module | View, replaced: dict[str, object]) -> None:
         self.__dict__.update(replaced, _layer=layer)
 
     def __getattr__(self, name: str) -> Any:
