@@ -18,7 +18,8 @@ from typing import NamedTuple
 GIB = 2**30
 UNKNOWN = 2**63 - 1  # `Free.nbytes` when no limit can be read: everything fits
 # Per rank, what a vLLM worker takes beside weights: CUDA context, pinned staging, NCCL, compiled graphs, its part of
-# the engine's and the API server's processes. An estimate, not measured yet; some of it is taken before the check.
+# the engine's and the API server's processes. One process with all of that took 1.6 to 1.9 GiB (docs/memory.md); a
+# server has more of them. Some of it is taken before the check.
 WORKER_BYTES = 3 * GIB
 CHUNK_BYTES = 64 * 2**20
 RESERVE_BYTES = 256 * 2**20  # never taken for weights: below it a machine stalls before anything is killed

@@ -14,8 +14,9 @@ from .machine import Machine
 from .model import Model, find
 
 NAME = "plan"
-# Per GPU, beside weights and KV cache: activations of a profile run, CUDA graphs, workspaces, the context. Not measured
-# yet: the round figure that a 5090 leaves where Qwen3.6-35B-A3B-NVFP4 has 5.98 GiB of KV cache (club-3090#612).
+# Per GPU, beside weights and KV cache: activations of a profile run, CUDA graphs, workspaces, the context. Eager, with
+# batches of 1024 tokens, it was 1.1 GiB (docs/memory.md); this is the round figure that a 5090 leaves where
+# Qwen3.6-35B-A3B-NVFP4 has 5.98 GiB of KV cache (club-3090#612).
 BESIDE = 2 * 2**30
 _STEP = 2**29  # of a suggested --cpu-offload-gb
 _TOO_MUCH = 4 * 2**30  # bytes above the smallest offload that are worth a word: the estimate is no better
