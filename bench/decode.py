@@ -174,7 +174,8 @@ def one(a: argparse.Namespace) -> None:
     if slots:
         weights = 3 * 512 * 2048
         each = weights // 2 + (weights // 16 + 8 if a.quant == "nvfp4" else weights // 128 * 2)
-        offload["expert_cache_gb"] = (slots + 0.5) * each * a.layers / 2**30
+        # And two buffers of a layer, through which wide batches pass.
+        offload["expert_cache_gb"] = ((slots + 0.5) * each * a.layers + 2 * EXPERTS * weights // 2) / 2**30
     trace, said = traced(a.layers, a.uniform)
     route_by(trace)
     prefill = [int(n) for n in a.prefill.split(",") if n]

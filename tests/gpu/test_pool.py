@@ -26,7 +26,7 @@ def start(path, mode, slots, **more):
     # of 2 bytes for 128.
     weights = 3 * 512 * 2048
     each = weights // 2 + (weights // 16 + 8 if "nvfp4" in path else weights // 128 * 2)
-    cache = (slots + 0.5) * each * LAYERS / 2**30
+    cache = ((slots + 0.5) * each * LAYERS + 2 * EXPERTS * weights // 2) / 2**30  # two buffers for wide batches
     offload = dict(cpu_offload_gb=8.0, cpu_offload_params={"experts"}, expert_cache_gb=cache)
     return harness.start(path, mode=mode, v2=DEFAULT, **offload, **more)
 
@@ -68,6 +68,7 @@ def test_answers_with_slots(scheme, mode, slots, resident, figures):
     try:
         pools = run.offloader.pools
         assert (pools.slots, len(pools.layers), pools.left_out) == (slots, LAYERS, {})
+        assert pools.stream is not None  # for the prompts: 64 tokens
         moved, held = run.offloader.moved, pools.nbytes
         before = counted(run)
         again = run.generate()

@@ -108,7 +108,7 @@ def test_a_layer_with_slots(layer, slots, figures, request):
 
     from vllm.expert_offload.pooled import Layer, Pools, bytes_per_slot
 
-    pools = Pools([Layer("layer", layer)], slots * bytes_per_slot(layer), torch.device("cuda"))
+    pools = Pools([Layer("layer", layer, {})], slots * bytes_per_slot(layer), torch.device("cuda"))
     assert (pools.slots, pools.left_out) == (slots, {})
     draw, worst = torch.Generator(device="cuda").manual_seed(0), 0.0
     for tokens in (1, 2, 3, 8, 1, 32, 1, 33):
@@ -130,3 +130,23 @@ def test_a_layer_with_slots(layer, slots, figures, request):
         layer.w13_weight.data[:2] = layer.w13_weight.data[:2].flip(0)
         pools.written([layer.w13_weight])
         assert not torch.equal(run(layer, layer.expert_pool, x, weights, ids), got), "void: swapped experts do not show"
+
+
+@pytest.mark.parametrize("layer", ["ct W4A16", "ct NVFP4, SM86", "unquantized"], indirect=True)
+def test_a_wide_batch_has_the_layer_brought(layer):
+    """Bit for bit, out of a buffer that page-locked memory was copied to, whatever lies where the layer says."""
+    import walk
+
+    from vllm.expert_offload.pooled import Layer, Pools
+    from vllm.expert_offload.roles import may_leave
+
+    weights = {n: p.data.cpu().pin_memory() for n, p in layer._parameters.items() if may_leave(layer, n, p.dim())}
+    x = torch.randn((200, walk.HIDDEN), dtype=torch.bfloat16, device="cuda")
+    chosen, ids = torch.rand((200, walk.EXPERTS), device="cuda").topk(2)
+    want = run(layer, layer.quant_method.apply, x, chosen, ids.int())
+    pools = Pools([Layer(str(i), layer, weights) for i in range(2)], 2**30, torch.device("cuda"))
+    for name in weights:
+        layer._parameters[name].data.zero_()
+    for _ in range(3):
+        assert torch.equal(run(layer, layer.expert_pool, x, chosen, ids.int()), want)
+    assert pools.stream is not None and want.abs().max() > 0

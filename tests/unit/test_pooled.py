@@ -9,6 +9,7 @@ import pytest
 import torch
 from expert_offload import pooled, roles
 from expert_offload.pooled import Layer, Pooled, Pools
+from expert_offload.stream import size
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -16,6 +17,7 @@ from torch import nn
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
 E, K, HIDDEN = 10, 3, 4
+CPU = torch.device("cpu")
 
 
 class MarlinExperts:
@@ -76,8 +78,12 @@ def each(module: Experts) -> int:
 
 
 def slots_of(count: int, *modules: Experts) -> Pools:
-    layers = [Layer(f"layers.{i}", module) for i, module in enumerate(modules)]
-    return Pools(layers, count * sum(map(each, modules)), torch.device("cpu"))
+    return Pools(layers_of(*modules), count * sum(map(each, modules)), CPU)
+
+
+def layers_of(*modules: Experts) -> list[Layer]:
+    """Without streams, since none of their weights is said to lie in host memory."""
+    return [Layer(f"layers.{i}", module, {}) for i, module in enumerate(modules)]
 
 
 def batch(tokens: int, seed: int) -> dict:
@@ -127,6 +133,39 @@ def test_wide_batches_go_the_old_way():
     assert torch.equal(module(**given_).clone(), plain(**given_)) and not pools.counters.any()
 
 
+def streamed(count: int, *modules: Experts) -> Pools:
+    """With two buffers, through which wide batches have copies of the weights as they are now."""
+    layers = [
+        Layer(f"layers.{i}", m, {name: p.data.clone() for name, p in m._parameters.items()})
+        for i, m in enumerate(modules)
+    ]
+    return Pools(layers, count * sum(map(each, modules)) + 2 * size([layer.weights for layer in layers]), CPU)
+
+
+def test_wide_batches_have_whole_layers_brought():
+    modules, plain = [Experts(seed) for seed in range(3)], [Experts(seed) for seed in range(3)]
+    pools = streamed(4, *modules)
+    assert pools.slots == 4 and pools.nbytes == 4 * sum(map(each, modules)) + pools.stream.nbytes
+    for module in modules:
+        module.w13_weight.data.fill_(0)  # where it lies now, it is not read from
+    for seed in range(2):
+        for module, other in zip(modules, plain):
+            given_ = batch(pooled.WIDEST + 1, seed)
+            assert torch.equal(module(**given_).clone(), other(**given_))
+    assert not pools.counters.any()
+    pools.written([modules[0].w13_weight])
+    assert pools.stream._holds == [None, None]
+
+
+def test_without_room_for_buffers_there_are_slots_alone():
+    module = Experts()
+    buffers = 2 * size([{name: p.data for name, p in module._parameters.items()}])
+    layers = [Layer("0", module, {name: p.data for name, p in module._parameters.items()})]
+    assert Pools(layers, buffers + each(module) - 1, CPU).stream is None and module.expert_pool.pool.slots > 1
+    pools = Pools(layers, buffers + each(module), CPU)
+    assert pools.stream is not None and pools.slots == 1
+
+
 def test_reloaded_weights_are_fetched_anew():
     one, two = Experts(), Experts(1)
     pools = slots_of(E, one, two)
@@ -145,11 +184,11 @@ def test_reloaded_weights_are_fetched_anew():
 
 def test_all_layers_get_as_many_and_no_more_than_there_are_bytes():
     modules = [Experts(), Experts()]
-    pools = Pools([Layer(str(i), m) for i, m in enumerate(modules)], 2 * 3 * each(modules[0]) + 1, torch.device("cpu"))
+    pools = Pools(layers_of(*modules), 2 * 3 * each(modules[0]) + 1, CPU)
     assert pools.slots == 3 and pools.nbytes == 6 * each(modules[0])
     scale, weights = 8, HIDDEN * HIDDEN * 8 + HIDDEN * 4
     assert each(modules[0]) == scale + weights
-    assert Pools([Layer("0", Experts())], 10**9, torch.device("cpu")).slots == E
+    assert Pools(layers_of(Experts()), 10**9, CPU).slots == E
 
 
 @pytest.mark.parametrize(
@@ -167,8 +206,7 @@ def test_all_layers_get_as_many_and_no_more_than_there_are_bytes():
 def test_a_layer_that_can_have_no_slots_keeps_its_way(change, why):
     module = Experts()
     change(module)
-    pools = slots_of(0, Experts())
-    pools = Pools([Layer("layers.0", module), Layer("layers.1", Experts())], 10**6, torch.device("cpu"))
+    pools = Pools(layers_of(module, Experts()), 10**6, CPU)
     (reason,) = pools.left_out
     assert why in reason and pools.left_out[reason] == ["layers.0"]
     assert not hasattr(module, "expert_pool") and [layer.name for layer in pools.layers] == ["layers.1"]
@@ -176,7 +214,7 @@ def test_a_layer_that_can_have_no_slots_keeps_its_way(change, why):
 
 def test_too_few_bytes_make_no_slots():
     module = Experts()
-    pools = Pools([Layer("layers.0", module)], each(module) - 1, torch.device("cpu"))
+    pools = Pools(layers_of(module), each(module) - 1, CPU)
     assert (pools.slots, pools.nbytes) == (0, 0) and not hasattr(module, "expert_pool")
 
 

@@ -28,9 +28,9 @@ from . import fit, report, roles
 from .graphs import dense_places
 from .host import Arena, HostBuffer
 from .memory import Memory
-from .pooled import Layer, Pools
+from .pooled import Pools, mapped_layers
 from .repack import Repack, settle
-from .residency import Item, audit, check_delivery, check_scales, come_back, leave
+from .residency import Item, audit, check_delivery, check_scales, come_back, leave, parameters
 from .selection import Candidate, Selection
 from .staging import Bound, Staging, to_host
 
@@ -162,7 +162,7 @@ class Offloader:
         earlier = {id(item.parameter): item for item in self.items.values() if item.parameter is not None}
         group_of: dict[int, int] = {}
         here: dict[str, tuple[Candidate, Item, nn.Parameter]] = {}
-        for path, owner, leaf, parameter in _parameters(module):
+        for path, owner, leaf, parameter in parameters(module):
             if id(parameter) in earlier:
                 self._share(earlier[id(parameter)])
                 continue
@@ -299,7 +299,7 @@ class Offloader:
         # Once more: on WSL the first copy out of page-locked memory has been seen to deliver, and later ones not.
         check_delivery(out)
         if self.cache and self.pools is None:  # a drafter's experts, which come later, have no slots
-            self.pools = Pools(self._mapped_layers(), self.cache, device)
+            self.pools = Pools(mapped_layers(self.items.values()), self.cache, device)
         blocking = int(self.blocking)
         if not self._summed:  # once: not every rank has a drafter, and the others would not answer
             self._summed = True
@@ -310,15 +310,6 @@ class Offloader:
         for line in report.lines(self):
             self.log(line)
         return bool(blocking)
-
-    def _mapped_layers(self) -> list[Layer]:
-        """The expert layers of which every offloaded weight lies in mapped memory."""
-        owners: dict[int, list[Item]] = {}
-        for item in self.items.values():
-            if item.experts and item.out:
-                owners.setdefault(id(item.owner), []).append(item)
-        mapped = [items[0] for items in owners.values() if all(item.mapped for item in items)]
-        return [Layer(item.name.rpartition(".")[0], item.owner) for item in mapped]
 
     def valid_rows(self, tokens: int) -> None:
         """The next step's batch has `tokens` tokens; what a graph computes beyond them is padding."""
@@ -400,16 +391,6 @@ class Offloader:
 
     def join_after_forward(self) -> None:
         """Nothing: there is no stream of ours to join."""
-
-
-def _parameters(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
-    """(path of the owner, owner, attribute, parameter) for each parameter once, in order of declaration."""
-    seen: set[int] = set()
-    for path, owner in module.named_modules():
-        for leaf, parameter in owner._parameters.items():
-            if parameter is not None and id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield path, owner, leaf, parameter
 
 
 def _over_ranks(counts: dict[str, int], device: torch.device) -> dict[str, int]:

@@ -4,7 +4,7 @@
 A step of few tokens needs few experts, mostly those of the step before. `Pooled` stands where a release calls its
 quantization method: it plans and fills the layer's slots (`pool`), and runs the method's twin over them (`twin`). When
 a batch may need more experts than there are slots, a second pass of the method itself reads the rest where they lie in
-host memory; an expert is in one of the two maps. Batches wider than `widest` go the method's own way.
+host memory; an expert is in one of the two maps. Batches wider than `WIDEST` have whole layers brought (`stream`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import torch
 from torch import nn
 
 from . import roles
+from .residency import Item
+from .stream import Stream, Weights, size
 from .twin import NoTwin, Rows, View, row_bytes, slots_for, twin_of
 
 if TYPE_CHECKING:
@@ -27,10 +29,14 @@ WIDEST = 32  # tokens of a batch that is planned for; wider ones need most exper
 
 
 class Layer(NamedTuple):
-    """An expert layer whose weights lie in host memory that is mapped: its name in the report, and its module."""
+    """An expert layer whose weights lie in host memory that is mapped.
+
+    `name`: in the report; `weights`: tensors on that memory, by the module's attribute.
+    """
 
     name: str
     module: nn.Module
+    weights: Weights
 
 
 class Pooled:
@@ -45,6 +51,8 @@ class Pooled:
         part: the same with all experts, of which the pool's `expert_map` says which are there, in which slot.
         rest: the layer itself with the pool's `rest_map`.
         rows: [1] int32 on the device, the tokens of the batch that are no padding.
+
+    `stream` brings whole layers, of which this one has the number `number`; None: wide batches read host memory.
     """
 
     def __init__(
@@ -52,11 +60,13 @@ class Pooled:
     ) -> None:
         self.method, self.pool, self.twin, self.rows = method, pool, twin, rows
         self.view, self.part, self.rest = view, part, rest
+        self.stream: Stream | None = None
+        self.number = 0
 
     def __call__(self, *, layer: nn.Module, x: torch.Tensor, topk_ids: torch.Tensor, **named: Any) -> Any:
         """What `method.apply` returns for hidden states `x` [T, H] and the router's `topk_ids` [T, K]."""
         if topk_ids.shape[0] > WIDEST:
-            return self.method.apply(layer=layer, x=x, topk_ids=topk_ids, **named)
+            return self._wide(layer, x=x, topk_ids=topk_ids, **named)
         if topk_ids.numel() <= self.pool.slots:
             slot_ids = torch.empty_like(topk_ids)
             self.pool.plan(topk_ids, self.rows, slot_ids)
@@ -70,9 +80,17 @@ class Pooled:
             named["shared_experts"] = None  # the first pass has run them
         return out.add_(self.method.apply(layer=self.rest, x=x, topk_ids=topk_ids, **named))
 
+    def _wide(self, layer: nn.Module, **named: Any) -> Any:
+        # A graph that is captured piece by piece cannot hold a copy that begins in one piece and ends in the next.
+        if self.stream is None or (named["x"].is_cuda and torch.cuda.is_current_stream_capturing()):
+            return self.method.apply(layer=layer, **named)
+        out = self.method.apply(layer=View(layer, dict(self.stream.take(self.number))), **named)
+        self.stream.done(self.number)
+        return out
+
 
 class Pools:
-    """The pools of a rank, with the same number of slots in every layer.
+    """The pools of a rank, with the same number of slots in every layer, and a stream for wide batches if it fits too.
 
     `layers`: each layer that has one; `left_out`: reason -> names of the layers that have none. `rows`: as `Pooled`
     wants it. `counters`: [layers, 6] int64 on the device, as `pool.COUNTERS` says.
@@ -89,13 +107,17 @@ class Pools:
                 self.left_out.setdefault(why, []).append(layer.name)
         each = sum(bytes_per_slot(layer.module) for layer in self.layers)
         most = max((experts_of(layer.module) for layer in self.layers), default=0)
-        self.slots = min(nbytes // each, most) if each else 0
-        self.nbytes = self.slots * each
+        streaming = 2 * size([layer.weights for layer in self.layers])
+        self.streams = bool(each) and nbytes >= streaming + each
+        self.slots = min((nbytes - streaming * self.streams) // each, most) if each else 0
+        self.nbytes = self.slots * each + streaming * self.streams
         self.rows = torch.full((1,), WIDEST, dtype=torch.int32, device=device)
         self.counters = torch.zeros((len(self.layers), 6), dtype=torch.int64, device=device)
-        if self.slots:
-            for layer, counters in zip(self.layers, self.counters):
-                layer.module.expert_pool = pooled(layer.module, self.slots, self.rows, counters)
+        self.stream = Stream([layer.weights for layer in self.layers], device) if self.streams else None
+        for number, (layer, counters) in enumerate(zip(self.layers, self.counters)):
+            if self.slots:
+                layer.module.expert_pool = one = pooled(layer.module, self.slots, self.rows, counters)
+                one.stream, one.number = self.stream, number
 
     def valid_rows(self, tokens: int) -> None:
         """The next step's batch has `tokens` tokens; what comes behind them is padding."""
@@ -104,10 +126,27 @@ class Pools:
     def written(self, parameters: Iterable[nn.Parameter]) -> None:
         """Forget what the slots of layers hold that own one of `parameters`: these have other values now."""
         changed = {id(parameter) for parameter in parameters}
+        if self.stream is not None:
+            self.stream.forget()
         for layer in self.layers:
             pool = getattr(layer.module, "expert_pool", None)
             if isinstance(pool, Pooled) and any(id(p) in changed for p in layer.module._parameters.values()):
                 pool.pool.reset()
+
+
+def mapped_layers(items: Iterable[Item]) -> list[Layer]:
+    """The expert layers of which every weight that left the GPU lies in mapped memory, in the order of `items`."""
+    owners: dict[int, list[Item]] = {}
+    for item in items:
+        if item.experts and item.out:
+            owners.setdefault(id(item.owner), []).append(item)
+    found = []
+    for ours in owners.values():
+        leaf = {id(p): name for name, p in ours[0].owner._parameters.items()}
+        if all(item.mapped for item in ours):
+            weights = {leaf[id(item.parameter)]: item.host for item in ours if item.host is not None}
+            found.append(Layer(ours[0].name.rpartition(".")[0], ours[0].owner, weights))
+    return found
 
 
 def unfit(module: nn.Module) -> str | None:

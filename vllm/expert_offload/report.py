@@ -73,7 +73,7 @@ def _pools(offloader: Offloader) -> list[str]:
         return []
     found = [
         f"{gib(pools.nbytes)} on the device: {pools.slots} slots in each of {len(pools.layers)} layers for experts in "
-        f"use, {gib(offloader.cache)} asked for"
+        f"use{' and two buffers for whole layers' if pools.stream else ''}, {gib(offloader.cache)} asked for"
     ]
     if not pools.slots:
         why = "less than one expert of each" if pools.layers else "no layer that could have them"

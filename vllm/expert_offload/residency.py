@@ -9,7 +9,7 @@ still holds it, the move is undone and the parameter stays, with the reason in t
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import FrameType, ModuleType
 
@@ -61,6 +61,16 @@ class Item:
     def mapped(self) -> bool:
         """Whether kernels read its bytes where they lie."""
         return self.buffer is not None and self.buffer.mapping.alias != (0, 0)
+
+
+def parameters(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    """(path of the owner, owner, attribute, parameter) for each parameter once, in order of declaration."""
+    seen: set[int] = set()
+    for path, owner in module.named_modules():
+        for leaf, parameter in owner._parameters.items():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield path, owner, leaf, parameter
 
 
 def leave(
