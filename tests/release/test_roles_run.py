@@ -10,6 +10,7 @@ from __future__ import annotations
 import pretend
 import pytest
 import torch
+import twins
 import walk
 from schemes import SCHEMES, Scheme
 from test_roles import ABSTRACT, methods
@@ -70,6 +71,7 @@ class Ran:
                 owner.quant_method.moe_quant_config = owner.quant_method.get_fused_moe_quant_config(owner)
             self.weights &= self._registered(owner, "after processing")
             self._captured(layer, owner, [t for t in walk.tensors() if id(t) not in before])
+            self.twin = twins.faults(owner) if walk.VERSION >= (0, 26) else "slots come with v0.26.0"
 
     def _registered(self, owner, when: str) -> bool:
         """Look at every parameter and buffer; whether a routed expert's weight is among them."""
@@ -128,6 +130,14 @@ def test_every_tensor_has_a_role(name, release):
     got = run(release, name)
     assert not got.wrong, f"{name}, {got.method}:\n  " + "\n  ".join(got.wrong)
     assert got.weights, f"{name}, {got.method}: none of its tensors is a routed expert's weight"
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_the_layer_has_a_twin_that_is_its_own(name, release):
+    found = run(release, name).twin
+    if isinstance(found, str):
+        pytest.skip(found)
+    assert not found, f"{name}:\n  " + "\n  ".join(found)
 
 
 @pytest.mark.parametrize("name", MISSING)

@@ -114,6 +114,17 @@ def test_a_bound_method_belongs_to_the_copy():
     assert twin_of(Holder(), rows, layer, View(layer, {})).get().shape[0] == S
 
 
+def test_a_bound_method_of_the_method_itself_and_other_cycles():
+    layer = Layer()
+    method = Method(layer)
+    method.again = method.apply
+    method.ring = {"self": method, "list": [method]}
+    rows = Rows(E, S, lambda t: slots_for(t, S))
+    twin = twin_of(method, rows, layer, View(layer, {}))
+    assert twin.again.__self__ is twin and twin.ring["self"] is twin and twin.ring["list"] == [twin]
+    assert method.again.__self__ is method and method.ring["self"] is method and method.ring["list"] == [method]
+
+
 def test_shared_memory_makes_no_pairs():
     layer = Layer()
     rows = Rows(E, E, lambda t: t.clone() if t.data_ptr() == layer.weight.data_ptr() else None)

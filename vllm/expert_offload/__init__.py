@@ -6,7 +6,8 @@ it goes; `cuda` is the driver below it), `memory` (what the release allows), `re
 audit), `deferred`, `tape` and `apart` (how a layer's processing is written down), `repack` (and played in place),
 `staging` (how kernels find weights where memory is not mapped), `pooled` (how experts in use are kept on the GPU: a
 layer's `twin`, slots of a `pool` that needs Triton and is imported there alone, its `pool_kernels`, and `slots`, how
-many fit; whole layers by a `stream`), `offloader` (the whole, in the order of a start), `graphs` (CUDA graphs beside blocking copies), `report`.
+many fit; whole layers by a `stream`), `offloader` (the whole, in the order of a start), `graphs` (CUDA graphs beside
+blocking copies), `report`.
 """
 
 from .graphs import GraphPlan, join_cuts, plan_graphs

@@ -26,6 +26,7 @@ from torch import nn
 
 # What the twin never walks into: nothing below these holds a tensor of this layer's experts.
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), type, torch.dtype, torch.device, torch.Size)
+_MADE_WHOLE = (tuple, types.FunctionType, types.MethodType, functools.partial)
 _DEPTH = 8  # method, kernel, its implementation, experts object, config, description, tensor; containers count too
 
 
@@ -115,48 +116,74 @@ def twin_of(method: Any, rows: Rows, layer: nn.Module, view: View) -> Any:
 
     Raises NoTwin as `Rows.twin` does, and for a tensor that a function's closure keeps.
     """
-    seen: dict[int, object] = {id(layer): view}
-    alive: list[object] = []  # so that no other object gets the id of one that was seen
-
-    def walk(thing: object, depth: int) -> object:
-        if isinstance(thing, _LEAVES):
-            return thing
-        if id(thing) not in seen:
-            alive.append(thing)
-            seen[id(thing)] = thing  # a cycle ends here
-            if isinstance(thing, torch.Tensor):
-                seen[id(thing)] = rows.twin(thing)
-            elif depth:
-                seen[id(thing)] = _copied(thing, lambda part: walk(part, depth - 1))
-        return seen[id(thing)]
-
-    return walk(method, _DEPTH)
+    graph = _Graph(rows, layer, view)
+    graph.look(method, _DEPTH)
+    return graph.copied(method)
 
 
-def _copied(thing: Any, walk: Callable[[object], object]) -> object:
-    """A shallow copy of `thing` whose parts are what `walk` makes of them; `thing` itself when it makes no other."""
-    if isinstance(thing, types.FunctionType):
-        if any(walk(content) is not content for content in _closure(thing)):
-            raise NoTwin(f"the function {thing.__qualname__} keeps a tensor of its experts")
-        return thing
-    parts = _parts(thing)
-    changed = {key: new for key, part in parts.items() if (new := walk(part)) is not part}
-    if not changed:
-        return thing
-    parts = {**parts, **changed}
-    if isinstance(thing, dict):
-        return parts
-    if isinstance(thing, types.MethodType):
+class _Graph:
+    """What hangs on a method: objects by id, what each is replaced by, and who holds whom. Cycles are allowed."""
+
+    def __init__(self, rows: Rows, layer: nn.Module, view: View) -> None:
+        self.rows = rows
+        self.new: dict[int, object] = {id(layer): view}
+        self._alive: list[object] = [layer]  # so that no other object gets the id of one that was seen
+        self._depth: dict[int, int] = {}
+        self._holders: dict[int, list[object]] = {}
+
+    def look(self, thing: Any, depth: int) -> None:
+        """Note the twins of all tensors below `thing`, and of each object by whom it is held."""
+        if id(thing) in self.new or self._depth.get(id(thing), -1) >= depth:
+            return
+        self._alive.append(thing)
+        self._depth[id(thing)] = depth
+        if isinstance(thing, torch.Tensor):
+            twin = self.rows.twin(thing)
+            if twin is not thing:
+                self.new[id(thing)] = twin
+        elif depth:
+            for part in _parts(thing).values():
+                if not isinstance(part, _LEAVES):
+                    self._holders.setdefault(id(part), []).append(thing)
+                    self.look(part, depth - 1)
+
+    def copied(self, thing: Any) -> Any:
+        """`thing`, or a copy where anything below it has a twin."""
+        changing, todo = {}, list(self.new)
+        while todo:
+            for holder in self._holders.get(todo.pop(), ()):
+                if id(holder) not in changing:
+                    changing[id(holder)] = holder
+                    todo.append(id(holder))
+        # Objects first, so that a cycle finds its copy; what cannot be changed once it is made is made when it is met.
+        shells = [old for old in changing.values() if not isinstance(old, _MADE_WHOLE)]
+        for old in shells:
+            self.new[id(old)] = {} if isinstance(old, dict) else copy.copy(old)
+        for old in shells:
+            made: Any = self.new[id(old)]
+            for name, part in _parts(old).items():
+                if isinstance(old, (dict, list)):
+                    made[name] = self._of(part, changing)
+                elif id(part) in changing or id(part) in self.new:
+                    object.__setattr__(made, name, self._of(part, changing))
+        return self._of(thing, changing)
+
+    def _of(self, part: Any, changing: dict[int, object]) -> Any:
+        if id(part) not in self.new and id(part) in changing:
+            parts = {name: self._of(x, changing) for name, x in _parts(part).items()}
+            self.new[id(part)] = _made_whole(part, parts)
+        return self.new.get(id(part), part)
+
+
+def _made_whole(old: Any, parts: dict[Any, Any]) -> Any:
+    if isinstance(old, types.FunctionType):
+        raise NoTwin(f"the function {old.__qualname__} keeps a tensor of its experts")
+    if isinstance(old, types.MethodType):
         return types.MethodType(parts["__func__"], parts["__self__"])
-    if isinstance(thing, functools.partial):
+    if isinstance(old, functools.partial):
         return functools.partial(parts["func"], *parts["args"], **parts["keywords"])
-    if isinstance(thing, (list, tuple)):
-        new = list(parts.values())
-        return type(thing)(*new) if hasattr(thing, "_fields") else type(thing)(new)
-    made = copy.copy(thing)
-    for name, part in changed.items():
-        object.__setattr__(made, name, part)
-    return made
+    new = list(parts.values())
+    return type(old)(*new) if hasattr(old, "_fields") else type(old)(new)
 
 
 def _parts(thing: Any) -> dict[Any, Any]:
@@ -165,6 +192,8 @@ def _parts(thing: Any) -> dict[Any, Any]:
         return thing
     if isinstance(thing, (list, tuple)):
         return dict(enumerate(thing))
+    if isinstance(thing, types.FunctionType):
+        return dict(enumerate(_closure(thing)))
     for kind, names in (
         (types.MethodType, ("__func__", "__self__")),
         (functools.partial, ("func", "args", "keywords")),
