@@ -109,7 +109,7 @@ class Tape:
     def note(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Write one operation down and return what it will make, or do it when the tape has given up."""
         if self._values is None:
-            if function is aten.unbind.int and _dimension(args, 1, args[0]) == 0 and args[0].expert is None:
+            if function is aten.unbind.int and dimension(args, 1, args[0]) == 0 and args[0].expert is None:
                 return [args[0].select(0, expert) for expert in range(self.experts)]
             try:
                 return self._write(function, args, kwargs)
@@ -117,7 +117,7 @@ class Tape:
                 self.give_up(str(why).splitlines()[0])
         values = self._values
         assert values is not None
-        real_args, real_kwargs = _changed(lambda d: values[d.number], args, kwargs)
+        real_args, real_kwargs = changed(lambda d: values[d.number], args, kwargs)
         out = function(*real_args, **real_kwargs)
         if function is not aten.detach.default:
             return out
@@ -141,7 +141,7 @@ class Tape:
             where = SHAPED.get(function, 0)
             args = (*args[:where], list(outs[0].shape), *args[where + 1 :])
         made = tuple(d.number for d in outs)
-        refs, named = _changed(lambda d: Ref(d.number), args, kwargs)
+        refs, named = changed(lambda d: Ref(d.number), args, kwargs)
         self.steps.append(Step(function, refs, named, made, expert, special))
         self._borrowed += [(x, x._version) for x in leaves(refs, named) if isinstance(x, torch.Tensor)]
         for number in (*made, *(d.number for d in deferred)):
@@ -162,7 +162,7 @@ class Tape:
             if kwargs.get("pin_memory"):
                 raise Together(f"{function} makes page-locked memory")
             metas = {id(d): _meta(d) for d in found(args, kwargs)}
-            on_meta, named = _changed(lambda d: metas[id(d)], args, kwargs, others=_meta)
+            on_meta, named = changed(lambda d: metas[id(d)], args, kwargs, others=_meta)
             out = function(*on_meta, **{**named, **({"device": "meta"} if "device" in kwargs else {})})
             single = isinstance(out, torch.Tensor)
             inputs = [metas[id(d)] for d in found(args, kwargs)]
@@ -184,12 +184,12 @@ class Tape:
         if scopes and len(set(scopes)) == 1 and scopes[0] is not None:
             return scopes[0], ""
         if any(scope is not None for scope in scopes):
-            joins = function in (aten.cat.default, aten.stack.default) and _dimension(args, 1, args[0][0]) == 0
+            joins = function in (aten.cat.default, aten.stack.default) and dimension(args, 1, args[0][0]) == 0
             whole = joins and function is aten.cat.default and all(d.size(0) == 1 for d in deferred)
             if scopes == list(range(self.experts)) and (whole or (joins and function is aten.stack.default)):
                 return None, "joined"
             raise Together(f"{function} mixes experts")
-        if function is aten.select.int and _dimension(args, 1, args[0]) == 0:
+        if function is aten.select.int and dimension(args, 1, args[0]) == 0:
             return int(args[2]) % self.experts, "selected"
         others = [t for t in leaves(args, kwargs) if isinstance(t, torch.Tensor) and not isinstance(t, Deferred)]
         if any(t.numel() > 1 for t in others) and function is not aten.index_select.default:
@@ -229,7 +229,7 @@ class Tape:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Give up, and put what this tape's Deferred stand for among the arguments into their places."""
         values = self.give_up(why)
-        return _changed(lambda d: values[d.number] if d.tape is self else d, args, kwargs)
+        return changed(lambda d: values[d.number] if d.tape is self else d, args, kwargs)
 
     def whole(self, deferred: Deferred) -> torch.Tensor:
         """The real tensor of all experts that `deferred` stands for."""
@@ -291,7 +291,7 @@ def _written(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         yield from x if isinstance(x, (list, tuple)) else (x,) if x is not None else ()
 
 
-def _changed(
+def changed(
     change: Callable[[Deferred], Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -318,6 +318,6 @@ def _meta(like: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
 
 
-def _dimension(args: tuple[Any, ...], where: int, of: torch.Tensor) -> int:
+def dimension(args: tuple[Any, ...], where: int, of: torch.Tensor) -> int:
     """The dimension that argument `where` names, counted from the front; 0 when it is left out."""
     return args[where] % max(1, of.dim()) if len(args) > where else 0

@@ -74,8 +74,10 @@ class Deferred(torch.Tensor):
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return f"Deferred({self.dtype}, expert={self.expert})"
 
-    def become(self, real: torch.Tensor) -> None:
+    def become(self, real: torch.Tensor, kind: type | None = None) -> None:
         """Be `real`, or a parameter of it, from now on, wherever this object is held, with what hangs on it.
+
+        `kind` is the class of parameter, where the release has its own.
 
         Raises RuntimeError when native code holds it too.
         """
@@ -88,7 +90,7 @@ class Deferred(torch.Tensor):
                 self.__dict__["_is_param"] = True
             raise
         _STANDS_FOR.pop(id(self))
-        self.__class__ = type(other)  # type: ignore[assignment]
+        self.__class__ = kind or type(other)  # type: ignore[assignment]
 
     # What reaches for bytes without an operation gets real ones.
 
