@@ -42,14 +42,23 @@ _REDUCES = (
 )
 
 
+_LATE = (
+    "expert offload: scales of an expert were changed in place, long after the release took them out of all experts'. "
+    "Serve without --cpu-offload-gb, and report the model and its quantization"
+)
+
+
 class _Chunk(NamedTuple):
-    """Values of experts `first` to `last` of which the release has been given some, as they were then."""
+    """Values of experts `first` to `last`, of which the release has been given some.
+
+    What it is given are views of `of` to torch, so that changes of them in place are counted there.
+    """
 
     number: int
-    steps: int
     first: int
     last: int
     values: torch.Tensor
+    of: Deferred
     version: int
 
 
@@ -73,12 +82,14 @@ class Scales(Tape):
         self._base: dict[int, int] = {}  # views, and whose bytes they show
         self._picked: set[int] = set()  # selections by a mask: how large they are is not known
         self._chunk: _Chunk | None = None
-        self._given_out: list[tuple[ref[torch.Tensor], int]] = []
+        self._given_out: list[tuple[ref[Deferred], int]] = []  # of whom earlier chunks were, and their versions
         self._at_work = False
         self._programs: dict[tuple[int, int], Program] = {}
 
     def defer(self, owner: nn.Module, leaves: Iterable[str]) -> None:
         """Have Deferred ones stand for those of the owner's parameters `leaves` that are worth it."""
+        if torch.is_inference_mode_enabled():  # nothing counts changes in place there
+            return
         for leaf in leaves:
             old = owner._parameters[leaf]
             if old is None or old.dim() < 2 or old.size(0) != self.experts:
@@ -113,6 +124,8 @@ class Scales(Tape):
     def note(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._check_given_out()
         if self._values is None:
+            if function._schema.is_mutable:  # type: ignore[attr-defined]
+                self._chunk, self._given_out = None, []  # from here on versions count other changes too
             try:
                 if (answer := self._at_once(function, args, kwargs)) is not None:
                     return answer
@@ -127,7 +140,9 @@ class Scales(Tape):
         if any(d.number in self._picked for d in found(args, kwargs)):
             raise Together(f"{function} takes a selection of scales")
         if function is aten.select.int and dimension(args, 1, args[0]) == 0:
-            return self._one(args[0].number, int(args[2]) % self.experts)
+            return self._one(args[0], int(args[2]) % self.experts)
+        if function is aten.detach.default:  # the same value, so that a loop over `.data[expert]` has one chunk
+            return Deferred(self, args[0].number, None, self._form_of[args[0].number])
         if function is aten.index.Tensor:
             return self._selected(*args)
         if function is aten.copy_.default and not isinstance(args[0], Deferred):
@@ -181,32 +196,32 @@ class Scales(Tape):
 
     # -- what is real at once ----------------------------------------------------------------------------------------
 
-    def _one(self, number: int, expert: int) -> torch.Tensor:
+    def _one(self, of: Deferred, expert: int) -> torch.Tensor:
         """The values of one expert, of a chunk that is made when the release comes to its first."""
         chunk = self._chunk
-        if chunk is None or chunk[:2] != (number, len(self.steps)) or not chunk.first <= expert < chunk.last:
+        if chunk is None or chunk.number != of.number or not chunk.first <= expert < chunk.last:
+            if chunk is not None:
+                self._given_out.append((ref(chunk.of), chunk.version))
             self._chunk = chunk = None  # its memory is free for the next
-            first, last = next((a, b) for a, b in self._chunks(number) if a <= expert < b)
-            values = self._play(first, last, number)
-            self._chunk = chunk = _Chunk(number, len(self.steps), first, last, values, values._version)
-        found_there = chunk.values[expert - chunk.first]
-        self._given_out.append((ref(found_there), chunk.version))
-        return found_there
+            first, last = next((a, b) for a, b in self._chunks(of.number) if a <= expert < b)
+            values = self._play(first, last, of.number)
+            self._chunk = chunk = _Chunk(of.number, first, last, values, of, of._version)
+        return chunk.values[expert - chunk.first]
 
     def _check_given_out(self) -> None:
         """An expert's values are a copy: who changes them means all of them."""
-        if self._chunk is not None and self._chunk.values._version != self._chunk.version:
+        if self._chunk is not None and self._chunk.of._version != self._chunk.version:
             self.give_up("one expert's scales are changed in place")
-        given_out, self._given_out = self._given_out, []
-        for held, version in given_out:
-            one = held()
-            if one is not None and one._version != version:
-                raise RuntimeError(
-                    "expert offload: scales of an expert were changed in place, long after the release took them out "
-                    "of all experts'. Serve without --cpu-offload-gb, and report the model and its quantization"
-                )
-            if one is not None:
-                self._given_out.append((held, version))
+        self._given_out = [(held, version) for held, version in self._given_out if held() is not None]
+        if any((of := held()) is not None and of._version != version for held, version in self._given_out):
+            raise RuntimeError(_LATE)
+
+    def _bring_back(self, chunk: _Chunk, values: torch.Tensor) -> None:
+        """Have the changes of a chunk in all experts' values."""
+        place = values[chunk.first : chunk.last]
+        if any(held() is chunk.of for held, _ in self._given_out) and _same(place, chunk.values):
+            raise RuntimeError(_LATE)  # it was one of an earlier chunk
+        place.copy_(chunk.values)
 
     def _reduced(self, function: Callable[..., Any], of: Deferred) -> torch.Tensor:
         parts = []
@@ -264,8 +279,8 @@ class Scales(Tape):
             steps = [s for s in self.steps if not self._picked.intersection(s.made) - wanted]
             themselves = {number: lambda a, b, real=real: real for number, real in self._there.items()}
             self._values = play(0, self.experts, program_for(steps, wanted), themselves)
-            if chunk is not None and chunk.values._version != chunk.version:
-                self._values[chunk.number][chunk.first : chunk.last].copy_(chunk.values)
+            if chunk is not None and chunk.of._version != chunk.version:
+                self._bring_back(chunk, self._values[chunk.number])
             self._drop()
         return self._values
 
@@ -282,6 +297,7 @@ class Scales(Tape):
         """The layer is processed: have every Deferred that is held become real, and hold nothing."""
         if self._values is None:
             self._check_given_out()
+        self._chunk = None
         alive = self.alive()
         if self._values is None:
             self._values = self._made(alive)
@@ -334,3 +350,8 @@ class Scales(Tape):
         base = self._base_of(number)
         steps = [s for s in views if self._base_of(s.made[0]) == base]
         return play(0, self.experts, program_for(steps, {number}), {base: lambda a, b: made[base]})[number]
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Bit for bit."""
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
