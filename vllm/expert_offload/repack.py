@@ -49,9 +49,7 @@ class Repack:
         scales: the attributes of its scales, which stay there.
     """
 
-    def __init__(
-        self, owner: nn.Module, items: list[Item], device: torch.device, scales: Iterable[str] = ()
-    ) -> None:
+    def __init__(self, owner: nn.Module, items: list[Item], device: torch.device, scales: Iterable[str] = ()) -> None:
         self.owner = owner
         self.device = device
         (experts,) = {item.host.size(0) for item in items if item.host is not None}

@@ -139,7 +139,8 @@ def _nans(scale: torch.Tensor) -> tuple[int, tuple[int, ...]]:
     """(how many values are NaN, where the first is); a few rows at a time, since they are widened to be looked at."""
     if scale.dim() == 0:
         return int(scale.float().isnan()), ()
-    count, first = 0, ()
+    count = 0
+    first: tuple[int, ...] = ()
     rows = max(1, _AT_ONCE * scale.size(0) // max(1, scale.numel()))
     for start in range(0, scale.size(0), rows):
         wrong = scale[start : start + rows].float().isnan()

@@ -24,7 +24,7 @@ from torch import nn
 from .apart import BY_ELEMENT
 from .deferred import Tape, Together, changed, dimension
 from .standin import Deferred, Form, found
-from .tape import Program, Ref, Step, leaves, play, program_for
+from .tape import Program, Read, Ref, Step, leaves, play, program_for
 
 aten = torch.ops.aten
 # Of the bytes of weights that are processed at once, what scales take: their conversion holds forty times as much.
@@ -277,7 +277,7 @@ class Scales(Tape):
             chunk, self._chunk = self._chunk, None
             wanted = {d.number for d in self.alive()} | ({chunk.number} if chunk else set())
             steps = [s for s in self.steps if not self._picked.intersection(s.made) - wanted]
-            themselves = {number: lambda a, b, real=real: real for number, real in self._there.items()}
+            themselves = {number: _itself(real) for number, real in self._there.items()}
             self._values = play(0, self.experts, program_for(steps, wanted), themselves)
             if chunk is not None and chunk.of._version != chunk.version:
                 self._bring_back(chunk, self._values[chunk.number])
@@ -349,7 +349,11 @@ class Scales(Tape):
     def _shown(self, number: int, made: dict[int, torch.Tensor], views: list[Any]) -> torch.Tensor:
         base = self._base_of(number)
         steps = [s for s in views if self._base_of(s.made[0]) == base]
-        return play(0, self.experts, program_for(steps, {number}), {base: lambda a, b: made[base]})[number]
+        return play(0, self.experts, program_for(steps, {number}), {base: _itself(made[base])})[number]
+
+
+def _itself(real: torch.Tensor) -> Read:
+    return lambda first, last: real
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
