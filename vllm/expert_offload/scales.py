@@ -143,6 +143,8 @@ class Scales(Tape):
             return self._one(args[0], int(args[2]) % self.experts)
         if function is aten.detach.default:  # the same value, so that a loop over `.data[expert]` has one chunk
             return Deferred(self, args[0].number, None, self._form_of[args[0].number])
+        if function is aten.empty_like.default:  # as what is empty from the start: it is filled expert by expert
+            return function(_on_meta(args[0]), **{**kwargs, "device": kwargs.get("device") or self.device})
         if function is aten.index.Tensor:
             return self._selected(*args)
         if function is aten.copy_.default and not isinstance(args[0], Deferred):
@@ -350,6 +352,10 @@ class Scales(Tape):
         base = self._base_of(number)
         steps = [s for s in views if self._base_of(s.made[0]) == base]
         return play(0, self.experts, program_for(steps, {number}), {base: _itself(made[base])})[number]
+
+
+def _on_meta(like: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
 
 
 def _itself(real: torch.Tensor) -> Read:
