@@ -155,6 +155,19 @@ def rows_into(out, w):
     return out
 
 
+def test_its_storage_is_asked_for_its_size_alone():
+    """As `replace_parameter` does; a parameter is not overwritten with what is as large, as neither is a plain one."""
+    tape = Tape(COUNT, CPU)
+    made = tape.source(weight(), lambda a, b: weight()[a:b])
+    size = made[:, :, ::2].untyped_storage().nbytes()
+    assert size + 0 == COUNT * N * K - 1 and f"{size}" == f"{COUNT * N * K - 1}"
+    other = made.transpose(1, 2).contiguous()
+    as_large = other.untyped_storage().nbytes() == made.untyped_storage().nbytes()
+    assert not as_large and other.untyped_storage().nbytes() != made.untyped_storage().nbytes()
+    assert tape.why is None
+    assert len(made.untyped_storage().tolist()) == COUNT * N * K and "address" in tape.why
+
+
 def test_work_goes_on_after_giving_up():
     def work(w):
         first = w.flip(1)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from expert_offload import Memory, Offloader
 from expert_offload import repack as repack_module
+from expert_offload import scales as scales_module
 from expert_offload.deferred import Tape
 from expert_offload.host import Arena
 from expert_offload.repack import RepackError, chunk_bytes, chunks
@@ -155,6 +156,63 @@ def test_a_layer_that_cannot_be_kept_apart_is_processed_whole_and_said(one_at_a_
     load(model, made)
     assert any("experts of 3 layers were processed a whole layer at a time" in line and "abs" in line for line in said)
     assert torch.equal(tokens(model), resident(make=Scaled))
+
+
+class WithScales(Layer):
+    """Its scales are multiplied, by themselves or by what mixes experts, and a config holds them."""
+
+    by = 2.0
+
+    def __init__(self, name):
+        super().__init__(name, experts=NVFP4)
+        self.experts.process = self.scale
+
+    def scale(self):
+        experts = self.experts
+        self.config = [experts.w13_weight_scale]
+        experts.w13_weight_scale.data = experts.w13_weight_scale.data * self.by
+        experts.w2_weight_scale = parameter(experts.w2_weight_scale.data * self.factor(experts.w2_weight_scale))
+        for projection in ("w13", "w2"):
+            packed = getattr(experts, f"{projection}_weight_packed").data
+            delattr(experts, f"{projection}_weight_packed")
+            experts.register_parameter(f"{projection}_weight", parameter(packed.flip(1)))
+
+    def factor(self, scale):
+        return scale.max()
+
+
+class WithMixedScales(WithScales):
+    def factor(self, scale):
+        return scale.data.flip(0).sum()
+
+
+@pytest.mark.parametrize("make", [WithScales, WithMixedScales])
+def test_scales_are_converted_beside_weights(make, one_at_a_time, monkeypatch):
+    """Where that can't be done to a few experts it is said, and the weights are still processed apart."""
+    monkeypatch.setattr(scales_module, "LEAST", 1)
+    said = []
+    made = pageable(2**30, "experts", said=said)
+    model = Model(made, make=make)
+    load(model, made)
+    mixed = make is WithMixedScales
+    assert not made.whole and bool(made.whole_scales) is mixed
+    assert any("scales of the experts of 3 layers were converted all at once" in line for line in said) is mixed
+    for layer in model.layers:
+        assert layer.config[0] is layer.experts.w13_weight_scale
+        assert all(type(p) is torch.nn.Parameter for p in layer.experts._parameters.values())
+    assert torch.equal(tokens(model), resident(make=make))
+
+
+def test_memory_that_gives_out_for_scales_ends_the_start(one_at_a_time, monkeypatch):
+    monkeypatch.setattr(scales_module, "LEAST", 1)
+
+    def fails(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 MiB")
+
+    monkeypatch.setattr(scales_module.Scales, "_assembled", fails)
+    made = pageable(2**30, "experts")
+    with pytest.raises(RepackError, match="the scales could not be processed after loading: CUDA out of memory"):
+        load(Model(made, make=WithScales), made)
 
 
 @pytest.mark.parametrize("chunk", range(2 * EXPERTS))

@@ -6,7 +6,7 @@ import gc
 import pytest
 import torch
 import torch._inductor.compile_fx
-from expert_offload import Memory, Offloader
+from expert_offload import Memory, Offloader, residency
 from expert_offload.residency import AuditError, DamagedError
 from fake_model import (
     ALL_EXPERTS,
@@ -241,6 +241,17 @@ def test_a_scale_that_is_not_a_number_ends_the_start():
     text = str(error.value)
     assert "1 of 64 values of the scale model.layers.1.experts.w2_weight_scale are NaN, the first at (2, 3, 0)" in text
     assert "Download it again" in text
+
+
+@pytest.mark.parametrize("at_once", [1, 20, 64])
+def test_not_a_number_is_found_a_few_rows_at_a_time(at_once, monkeypatch):
+    """Widened all at once, a scale of 8 bits takes four times its size."""
+    monkeypatch.setattr(residency, "_AT_ONCE", at_once)
+    scale = torch.ones(8, 4, 2)
+    scale[3, 1, 1] = scale[6, 0, 0] = scale[6, 2, 1] = float("nan")
+    assert residency._nans(scale) == (3, (3, 1, 1))
+    assert residency._nans(torch.tensor(float("nan"))) == (1, ())
+    assert residency._nans(torch.ones(3))[0] == residency._nans(torch.empty(0, 2))[0] == 0
 
 
 # -- what stays ------------------------------------------------------------------------------------------------------

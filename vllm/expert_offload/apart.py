@@ -33,9 +33,13 @@ _KEEPS_APART = {
     aten.bitwise_right_shift.Tensor_Scalar,
     aten.__lshift__.Scalar,
     aten.__rshift__.Scalar,
+    aten.ge.Scalar,
+    aten.gt.Scalar,
+    aten.le.Scalar,
+    aten.lt.Scalar,
 }
 # Element by element, with a number or with a tensor of all experts and as many dimensions.
-_BY_ELEMENT = {
+BY_ELEMENT = {
     aten.add.Tensor,
     aten.bitwise_and.Tensor,
     aten.bitwise_or.Tensor,
@@ -70,7 +74,7 @@ EMPTY = (aten.empty.memory_format, aten.zeros.default)
 
 def keeps_apart(function: Callable[..., Any], args: tuple[Any, ...], dimensions: set[int]) -> bool:
     """Whether `function` on tensors of all experts keeps them apart; `dimensions`: how many those tensors have each."""
-    if function in _KEEPS_APART or (function in _BY_ELEMENT and len(dimensions) == 1):
+    if function in _KEEPS_APART or (function in BY_ELEMENT and len(dimensions) == 1):
         return True
     first = args[0][0] if args and isinstance(args[0], (list, tuple)) else args[0] if args else None
     if not isinstance(first, torch.Tensor):

@@ -15,100 +15,36 @@ the tape gives up: it is played for all experts at once, and from there on the r
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import ref
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .apart import EMPTY, SHAPED, keeps_apart
+from .standin import Deferred, Form, found, note
 from .tape import Program, Read, Ref, Step, leaves, play, program_for
 
 aten = torch.ops.aten
-Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, type
 
 
 class Together(Exception):
     """The experts can't be kept apart in an operation; the text says which."""
 
 
-class Deferred(torch.Tensor):
-    """A tensor of all experts (`expert` None), or of one, whose bytes are not there: a number on a tape."""
-
-    # Slots: a release carries what hangs in `__dict__` from the tensor that it replaces to the new one.
-    __slots__ = ("expert", "number", "tape")
-    tape: Tape
-    number: int
-    expert: int | None
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
-
-    @staticmethod
-    def __new__(cls, tape: Tape, number: int, expert: int | None, form: Form) -> Deferred:
-        shape, stride, dtype = form
-        made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, shape, strides=stride, dtype=dtype, device=tape.device
-        )
-        made.tape, made.number, made.expert = tape, number, expert
-        torch._C._set_throw_on_mutable_data_ptr(made)  # native code that goes past the dispatcher: an error, no crash
-        tape.made.append(weakref.ref(made))
-        return made
-
-    def __init__(self, *_: object) -> None:
-        """All is done by `__new__`."""
-
-    @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        return _found(args, kwargs)[0].tape.note(function, args, kwargs)
-
-    def __repr__(self, **_: object) -> str:  # type: ignore[override]
-        return f"Deferred({tuple(self.shape)}, {self.dtype}, expert={self.expert})"
-
-    # What reaches for bytes without an operation gets real ones.
-
-    def real(self) -> torch.Tensor:
-        """The tensor, played for all experts at once; the tape gives up."""
-        return self.tape.give_up("something asked for its address")[self.number]
-
-    def data_ptr(self) -> int:
-        return self.real().data_ptr()
-
-    def untyped_storage(self) -> torch.UntypedStorage:
-        return self.real().untyped_storage()
-
-    def numpy(self, **kwargs: Any) -> Any:
-        return self.real().numpy(**kwargs)
-
-    def __dlpack__(self, **kwargs: Any) -> Any:
-        return self.real().__dlpack__(**kwargs)
-
-    def __dlpack_device__(self) -> Any:
-        return self.real().__dlpack_device__()
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        return self.real().__cuda_array_interface__
-
-    @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
-        return self.detach()
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        value = value if isinstance(value, Deferred) else self.tape.given(value)
-        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # shape and strides
-        self.number, self.expert = value.number, value.expert
-
-
 class Tape:
     """The operations on the experts of one layer.
+
+    Attributes:
+        lesser: where an operation has to do with another tape too, this one gives up.
 
     Args:
         experts: how many there are; the first dimension of every tensor of all of them.
         device: where they are processed.
     """
+
+    lesser = False
 
     def __init__(self, experts: int, device: torch.device) -> None:
         self.experts = experts
@@ -117,7 +53,7 @@ class Tape:
         self.device = torch.device(device.type, index) if index is not None else device
         self.steps: list[Step] = []
         self.sources: dict[int, Read] = {}
-        self.made: list[weakref.ref[Deferred]] = []  # no set: to compare tensors is an operation
+        self.made: list[ref[Deferred]] = []  # no set: to compare tensors is an operation
         self.why: str | None = None
         self._values: dict[int, torch.Tensor] | None = None
         self._count = 0
@@ -128,8 +64,10 @@ class Tape:
 
     def alive(self) -> list[Deferred]:
         """Every Deferred of this tape that somebody holds."""
-        self.made = [ref for ref in self.made if ref() is not None]
-        return [d for ref in self.made if (d := ref()) is not None]
+        held = [(made, d) for made in self.made if (d := made()) is not None]
+        held = [(m, d) for m, d in held if isinstance(d, Deferred) and d.tape is self]  # one may have become another
+        self.made = [made for made, _ in held]
+        return [d for _, d in held]
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
@@ -171,7 +109,7 @@ class Tape:
     def note(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Write one operation down and return what it will make, or do it when the tape has given up."""
         if self._values is None:
-            if function is aten.unbind.int and _dimension(args, 1, args[0]) == 0 and args[0].expert is None:
+            if function is aten.unbind.int and dimension(args, 1, args[0]) == 0 and args[0].expert is None:
                 return [args[0].select(0, expert) for expert in range(self.experts)]
             try:
                 return self._write(function, args, kwargs)
@@ -179,7 +117,7 @@ class Tape:
                 self.give_up(str(why).splitlines()[0])
         values = self._values
         assert values is not None
-        real_args, real_kwargs = _changed(lambda d: values[d.number], args, kwargs)
+        real_args, real_kwargs = changed(lambda d: values[d.number], args, kwargs)
         out = function(*real_args, **real_kwargs)
         if function is not aten.detach.default:
             return out
@@ -188,7 +126,7 @@ class Tape:
         return made
 
     def _write(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        deferred = _found(args, kwargs)
+        deferred = found(args, kwargs)
         expert, special = self._kind(function, args, kwargs, deferred)
         single, forms = self._makes(function, args, kwargs, special)
         outs = []
@@ -203,7 +141,7 @@ class Tape:
             where = SHAPED.get(function, 0)
             args = (*args[:where], list(outs[0].shape), *args[where + 1 :])
         made = tuple(d.number for d in outs)
-        refs, named = _changed(lambda d: Ref(d.number), args, kwargs)
+        refs, named = changed(lambda d: Ref(d.number), args, kwargs)
         self.steps.append(Step(function, refs, named, made, expert, special))
         self._borrowed += [(x, x._version) for x in leaves(refs, named) if isinstance(x, torch.Tensor)]
         for number in (*made, *(d.number for d in deferred)):
@@ -223,12 +161,12 @@ class Tape:
         if key not in self._forms:
             if kwargs.get("pin_memory"):
                 raise Together(f"{function} makes page-locked memory")
-            metas = {id(d): _meta(d) for d in _found(args, kwargs)}
-            on_meta, named = _changed(lambda d: metas[id(d)], args, kwargs, others=_meta)
+            metas = {id(d): _meta(d) for d in found(args, kwargs)}
+            on_meta, named = changed(lambda d: metas[id(d)], args, kwargs, others=_meta)
             out = function(*on_meta, **{**named, **({"device": "meta"} if "device" in kwargs else {})})
             single = isinstance(out, torch.Tensor)
-            inputs = [metas[id(d)] for d in _found(args, kwargs)]
-            if any(_form(d) != _form(metas[id(d)]) for d in _found(args, kwargs)):
+            inputs = [metas[id(d)] for d in found(args, kwargs)]
+            if any(_form(d) != _form(metas[id(d)]) for d in found(args, kwargs)):
                 raise Together(f"{function} changes a shape in place")
             outs = [out] if single else list(out or ())
             if not outs or not all(isinstance(t, torch.Tensor) for t in outs):
@@ -246,12 +184,12 @@ class Tape:
         if scopes and len(set(scopes)) == 1 and scopes[0] is not None:
             return scopes[0], ""
         if any(scope is not None for scope in scopes):
-            joins = function in (aten.cat.default, aten.stack.default) and _dimension(args, 1, args[0][0]) == 0
+            joins = function in (aten.cat.default, aten.stack.default) and dimension(args, 1, args[0][0]) == 0
             whole = joins and function is aten.cat.default and all(d.size(0) == 1 for d in deferred)
             if scopes == list(range(self.experts)) and (whole or (joins and function is aten.stack.default)):
                 return None, "joined"
             raise Together(f"{function} mixes experts")
-        if function is aten.select.int and _dimension(args, 1, args[0]) == 0:
+        if function is aten.select.int and dimension(args, 1, args[0]) == 0:
             return int(args[2]) % self.experts, "selected"
         others = [t for t in leaves(args, kwargs) if isinstance(t, torch.Tensor) and not isinstance(t, Deferred)]
         if any(t.numel() > 1 for t in others) and function is not aten.index_select.default:
@@ -285,6 +223,13 @@ class Tape:
             self.sources.clear()
             self._borrowed.clear()
         return self._values
+
+    def made_real(
+        self, why: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Give up, and put what this tape's Deferred stand for among the arguments into their places."""
+        values = self.give_up(why)
+        return changed(lambda d: values[d.number] if d.tape is self else d, args, kwargs)
 
     def whole(self, deferred: Deferred) -> torch.Tensor:
         """The real tensor of all experts that `deferred` stands for."""
@@ -330,13 +275,11 @@ class _Writing(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _found(args, kwargs) or self.tape.makes_room(function, args, kwargs):
+        if found(args, kwargs):
+            return note(function, args, kwargs)
+        if self.tape.makes_room(function, args, kwargs):
             return self.tape.note(function, args, kwargs)
         return function(*args, **kwargs)
-
-
-def _found(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Deferred]:
-    return [x for x in leaves(args, kwargs) if isinstance(x, Deferred)]
 
 
 def _written(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
@@ -348,7 +291,7 @@ def _written(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         yield from x if isinstance(x, (list, tuple)) else (x,) if x is not None else ()
 
 
-def _changed(
+def changed(
     change: Callable[[Deferred], Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -375,6 +318,6 @@ def _meta(like: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
 
 
-def _dimension(args: tuple[Any, ...], where: int, of: torch.Tensor) -> int:
+def dimension(args: tuple[Any, ...], where: int, of: torch.Tensor) -> int:
     """The dimension that argument `where` names, counted from the front; 0 when it is left out."""
     return args[where] % max(1, of.dim()) if len(args) > where else 0

@@ -76,6 +76,7 @@ class Offloader:
         self.arena = Arena(memory.limit, memory.why, fit.make_room)
         self.view = None if memory.unmapped else memory.view
         self.whole: dict[str, int] = {}  # why layers were processed whole -> how many were
+        self.whole_scales: dict[str, int] = {}  # the same of their scales alone
         self.log = log
         self.selection = Selection(budget, patterns)
         self.items: dict[tuple[int, str], Item] = {}
@@ -222,7 +223,7 @@ class Offloader:
                 owned.setdefault(id(item.owner), (item.owner, []))[1].append(item)
         # A layer's experts are processed in place where the release's way with them allows it.
         apart = [(o, i) for o, i in owned.values() if roles.processed_apart(o) and Repack.fits(o, i)]
-        repack = Repack(*apart[0], device) if len(apart) == 1 else None
+        repack = Repack(*apart[0], device, roles.block_scales(apart[0][0])) if len(apart) == 1 else None
         for owner, items in owned.values():
             if repack is None or owner is not repack.owner:
                 for item in items:
@@ -239,6 +240,8 @@ class Offloader:
         targets = self._targets(owner, items)
         done: list[str] = []
         if repack is not None:
+            if repack.scales.why:
+                self.whole_scales[repack.scales.why] = self.whole_scales.get(repack.scales.why, 0) + 1
             repack.give_up_if_held()
             if repack.gave_up:
                 self.whole[repack.gave_up] = self.whole.get(repack.gave_up, 0) + 1

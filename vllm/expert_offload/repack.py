@@ -8,17 +8,18 @@ bytes as the unprocessed; else into a new buffer, and the old one is returned to
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .deferred import Deferred, Tape
 from .host import Arena, HostBuffer, like
 from .residency import Item, MappedView, held
+from .scales import SHARE, Scales
 from .tape import Read
 
 # What a chunk takes at most, in bytes of weights; a conversion holds a few times that while it runs.
@@ -45,9 +46,10 @@ class Repack:
         owner: the layer, whose offloaded parameters become Deferred.
         items: those, all of them in host memory.
         device: where they are processed.
+        scales: the attributes of its scales, which stay there.
     """
 
-    def __init__(self, owner: nn.Module, items: list[Item], device: torch.device) -> None:
+    def __init__(self, owner: nn.Module, items: list[Item], device: torch.device, scales: Iterable[str] = ()) -> None:
         self.owner = owner
         self.device = device
         (experts,) = {item.host.size(0) for item in items if item.host is not None}
@@ -64,6 +66,8 @@ class Repack:
             proxy.__dict__.update(item.parameter.__dict__)
             owner._parameters[leaf_of[id(item.parameter)]] = proxy
             self._originals[id(proxy)] = item.parameter
+        self.scales = Scales(experts, device, chunk_bytes(device) // SHARE)
+        self.scales.defer(owner, scales)
 
     @staticmethod
     def fits(owner: nn.Module, items: list[Item]) -> bool:
@@ -74,9 +78,15 @@ class Repack:
             return False
         return all(h.dim() >= 2 for h in hosts) and len({h.size(0) for h in hosts}) == 1
 
-    def writing(self) -> TorchDispatchMode:
-        """The mode to process the layer in."""
-        return self.tape.writing()
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Process the layer within; afterwards its scales are what they have become."""
+        with self.scales.writing(), self.tape.writing():  # the weights' comes first to what is made
+            yield
+        try:
+            self.scales.settle()
+        except (RuntimeError, MemoryError) as why:
+            raise RepackError(_ended("the scales", why)) from why
 
     @property
     def gave_up(self) -> str | None:
@@ -85,7 +95,10 @@ class Repack:
 
     def outputs(self) -> dict[str, Deferred]:
         """The owner's parameters that are weights to be, by attribute; one may have several (a kernel's name too)."""
-        return {leaf: p for leaf, p in self.owner._parameters.items() if isinstance(p, Deferred)}
+        return {leaf: p for leaf, p in self.owner._parameters.items() if self._is_ours(p)}
+
+    def _is_ours(self, parameter: nn.Parameter | None) -> bool:
+        return isinstance(parameter, Deferred) and parameter.tape is self.tape
 
     def give_up_if_held(self) -> None:
         """Give up when anything but the owner holds one of the tensors: whoever does will read it while serving.
@@ -109,7 +122,7 @@ class Repack:
 
     def _make_one_real(self, leaf: str) -> None:
         deferred = self.owner._parameters[leaf]
-        if isinstance(deferred, Deferred):  # not yet real under another name
+        if self._is_ours(deferred):  # not yet real under another name
             self.put(leaf, _parameter(self.tape.whole(deferred), deferred))
 
     def put(self, leaf: str, parameter: nn.Parameter) -> None:
@@ -152,11 +165,7 @@ class Repack:
                 with buffer.opened():
                     host[first:last].copy_(made)
             except (RuntimeError, MemoryError) as why:
-                raise RepackError(
-                    f"expert offload: experts {first} to {last - 1} of {experts} of {leaf} could not be processed "
-                    f"after loading: {(str(why) or repr(why)).splitlines()[0]}. The start ends here, with the layer "
-                    "half done. If memory ran out, free some on the device, or offload less with --cpu-offload-gb"
-                ) from why
+                raise RepackError(_ended(f"experts {first} to {last - 1} of {experts} of {leaf}", why)) from why
         return buffer, host
 
     def _row(self, number: int) -> int:
@@ -231,6 +240,14 @@ def settle(repack: Repack, targets: dict[str, Item], arena: Arena, view: MappedV
     for item in sources:
         if item.parameter is None:
             item.buffer = item.host = None
+
+
+def _ended(what: str, why: BaseException) -> str:
+    return (
+        f"expert offload: {what} could not be processed after loading: {(str(why) or repr(why)).splitlines()[0]}. The "
+        "start ends here, with the layer half done. If memory ran out, free some on the device, or offload less with "
+        "--cpu-offload-gb"
+    )
 
 
 def _parameter(data: torch.Tensor, like: Deferred) -> nn.Parameter:

@@ -55,6 +55,8 @@ def lines(offloader: Offloader) -> list[str]:
     found += _pools(offloader)
     for why, layers in offloader.whole.items():
         found.append(f"experts of {layers} layers were processed a whole layer at a time, not in place: {why}")
+    for why, layers in offloader.whole_scales.items():
+        found.append(f"scales of the experts of {layers} layers were converted all at once: {why}")
     kept = [i for i in items if i.kept]
     for reason in sorted({i.kept or "" for i in kept}):
         group = [i for i in kept if i.kept == reason]

@@ -23,6 +23,7 @@ from .host import Arena, HostBuffer, flat_bytes, like
 from .staging import to_device, to_host
 
 MappedView = Callable[[torch.Tensor], torch.Tensor]
+_AT_ONCE = 2**22  # values of a scale that are looked at together
 _SHOWN = 20  # faults that an AuditError lists; to find out who holds a tensor takes a while
 
 
@@ -135,14 +136,28 @@ def check_scales(name: str, owner: nn.Module, scales: Iterable[str]) -> None:
         scale = owner._parameters[leaf]
         if scale is None or not scale.is_floating_point() or scale.device.type == "meta":
             continue
-        wrong = scale.float().isnan()
-        if wrong.any():
-            first = tuple(int(i) for i in wrong.nonzero()[0])
+        count, first = _nans(scale)
+        if count:
             raise DamagedError(
-                f"expert offload: {int(wrong.sum())} of {scale.numel()} values of the scale {name}.{leaf} are NaN, the "
+                f"expert offload: {count} of {scale.numel()} values of the scale {name}.{leaf} are NaN, the "
                 f"first at {first}: the checkpoint is damaged, or not of the quantization that its config names. "
                 "Download it again, or serve it without --cpu-offload-gb to see what the release makes of it"
             )
+
+
+def _nans(scale: torch.Tensor) -> tuple[int, tuple[int, ...]]:
+    """(how many values are NaN, where the first is); a few rows at a time, since they are widened to be looked at."""
+    if scale.dim() == 0:
+        return int(scale.float().isnan()), ()
+    count = 0
+    first: tuple[int, ...] = ()
+    rows = max(1, _AT_ONCE * scale.size(0) // max(1, scale.numel()))
+    for start in range(0, scale.size(0), rows):
+        wrong = scale[start : start + rows].float().isnan()
+        if wrong.any():
+            row, *rest = (int(i) for i in wrong.nonzero()[0])
+            count, first = count + int(wrong.sum()), first or (start + row, *rest)
+    return count, first
 
 
 def check_delivery(items: Iterable[Item]) -> None:

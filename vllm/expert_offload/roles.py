@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import enum
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Role(enum.Enum):
@@ -281,6 +281,12 @@ def is_scale(module: object, leaf: str) -> bool:
     """Whether `leaf` is a scale of the weights of the expert layer `module`."""
     method = method_of(module)
     return method is not None and role_of(method, leaf) in (Role.BLOCK_SCALE, Role.GLOBAL_SCALE)
+
+
+def block_scales(module: Any) -> list[str]:
+    """The attributes of the expert layer `module` that are scales of parts of a weight, not of all of it."""
+    method = method_of(module)
+    return [] if method is None else [n for n in module._parameters if role_of(method, n) is Role.BLOCK_SCALE]
 
 
 def role_of(method: str, leaf: str) -> Role | None:
