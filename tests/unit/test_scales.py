@@ -4,6 +4,7 @@
 import pytest
 import torch
 from expert_offload import scales as scales_module
+from expert_offload import standin
 from expert_offload.deferred import Tape
 from expert_offload.scales import Scales
 from expert_offload.standin import Deferred
@@ -97,6 +98,12 @@ def swapped_in_place(owner):
     owner.s0[:, :2] = owner.s0[:, 2:4]
     owner.s0[:, 2:4] = kept
     return [owner.s0.data.transpose(1, 2)]
+
+
+def swapped_and_looked_at(owner):
+    """What is played twice, here and at the end, is swapped once."""
+    swapped_in_place(owner)
+    return [owner.s0.max()]
 
 
 def of_the_largest(owner):
@@ -219,7 +226,7 @@ def test_whoever_holds_a_scale_holds_the_real_one():
     tape.settle()
     assert config.same is owner.s0 and type(owner.s0) is nn.Parameter and type(config.view) is torch.Tensor
     assert owner.s0.data_ptr() == config.view.data_ptr() == original, "changed in place, where it was"
-    assert owner.s0.__dict__ == {"hung": "a loader"}
+    assert owner.s0.__dict__ == {"hung": "a loader"} and id(owner.s0) not in standin._STANDS_FOR
     assert torch.equal(owner.s0[:, 0], torch.zeros(COUNT, K)) and tape.why is None
 
 
@@ -267,6 +274,18 @@ def test_weights_stay_apart_where_scales_do_not(first):
         made = w * owner.s0 if first == "weight" else owner.s0 * w
     assert "mixes weights and scales" in lesser.why
     assert torch.equal(made, weight * values) and "beside" in tape.why
+
+
+def test_zeros_are_zeros_while_they_are_played():
+    """Looked at while both tapes are written, and for all experts at once."""
+    owner, tape = layer(scale(), scale()), Tape(COUNT, CPU)
+    tape.source(torch.zeros(COUNT, 99, K), lambda a, b: torch.zeros(b - a, 99, K))
+    lesser = deferred(owner, rows=100)
+    with lesser.writing(), tape.writing():
+        padded = torch.zeros((COUNT, N + 1, K))
+        padded[:, :N] = owner.s0
+        assert isinstance(padded, Deferred) and torch.equal(padded.min(), scale().min())
+    assert lesser.why is None and tape.why is None
 
 
 STEPS = {
