@@ -229,6 +229,34 @@ def test_nothing_moved_because_views_are_held():
     )
 
 
+def test_weights_without_a_size_are_named_as_the_reason():
+    """GGUF's, which get their shape from the checkpoint: nothing moves, and the error says why."""
+
+    class Late(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.quant_method = type("GGUFMoEMethod", (), {})()
+            self.w13_qweight = nn.UninitializedParameter(requires_grad=False)
+            self.norm = nn.Parameter(torch.ones(4), requires_grad=False)
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.experts = Late()
+
+    made = pageable(2**30)
+    made.wrap_modules([Block(), Block()], "model.layers")
+    with pytest.raises(
+        NothingMoved, match="2 candidates stay on the GPU, since their size is known only when"
+    ) as error:
+        made.finish(CPU)
+    assert "model.layers.0.experts.w13_weight" in str(error.value)
+    made = pageable(2**30, "experts")
+    made.wrap_modules([Block()], "model.layers")
+    with pytest.raises(PatternError, match="or without a size until it is loaded, as GGUF's"):
+        made.built(CPU)
+
+
 def test_nothing_moved_on_the_cpu_backend(monkeypatch):
     monkeypatch.delenv(CPU_SWITCH)
     made = pageable(2**30)

@@ -172,8 +172,8 @@ class Offloader:
             name = roles.canonical(name, method is not None or unknown is not None)
             if unknown is not None:
                 self.unclassified.append(f"{name} ({unknown})")
-            exists = not isinstance(parameter, nn.UninitializedParameter) and parameter.numel() > 0
-            can = exists and roles.may_leave(owner, leaf, parameter.dim())
+            shapeless = isinstance(parameter, nn.UninitializedParameter)
+            can = not shapeless and parameter.numel() > 0 and roles.may_leave(owner, leaf, parameter.dim())
             if name in here:
                 if can:
                     self.unclassified.append(f"{name} (the second of that name)")
@@ -183,7 +183,11 @@ class Offloader:
             if group == len(self._groups):
                 self._groups.append(before)
             candidate = Candidate(name, parameter.nbytes if can else 0, method is not None, can)
-            here[name] = (candidate, Item(name, owner, layer, group, method is not None), parameter)
+            item = Item(name, owner, layer, group, method is not None)
+            if shapeless and method is not None and roles.may_leave(owner, leaf, 3):
+                item.kept, item.final = "their size is known only when they are loaded", True
+                self.items[id(owner), name] = item
+            here[name] = (candidate, item, parameter)
         return here
 
     def _share(self, item: Item) -> None:

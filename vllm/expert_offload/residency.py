@@ -220,7 +220,7 @@ def audit(
             continue
         try:
             mapping = arena.holding(tensor)
-        except RuntimeError:  # a functional tensor of a compiler has no address
+        except (RuntimeError, ValueError):  # a compiler's functional tensor, or one without a shape: no address
             continue
         if mapping is None:
             continue

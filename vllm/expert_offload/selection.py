@@ -99,7 +99,10 @@ class Selection:
             nearest = sorted({".".join(n.split(".")[-2:]) for n in self._nearest(pattern)})
             held = self.stays.get(pattern)
             if held:
-                why = f"it matches {held}, which must stay on the GPU (quantization metadata, or not a matrix). "
+                why = (
+                    f"it matches {held}, which must stay on the GPU (quantization metadata, no matrix, or without a "
+                    "size until it is loaded, as GGUF's). "
+                )
             else:
                 why = "no parameter of the decoder layers has that name. "
             raise PatternError(
