@@ -29,10 +29,10 @@ class Stream:
     """
 
     def __init__(self, layers: Sequence[Weights], device: torch.device) -> None:
-        self.layers, self.device = layers, device
         self.nbytes = 2 * size(layers)
         flat = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
-        self._buffers = flat.split(self.nbytes // 2) if self.nbytes else ()
+        halves = flat.split(self.nbytes // 2) if self.nbytes else ()
+        self._parts = [_laid(weights, halves[number % 2]) for number, weights in enumerate(layers)]
         self._holds: list[int | None] = [None, None]
         self._cuda = device.type == "cuda"
         if self._cuda:
@@ -49,9 +49,9 @@ class Stream:
             self._bring(layer)
         if self._cuda:
             torch.cuda.current_stream().wait_event(self._came[buffer])
-        if layer + 1 < len(self.layers) and self._holds[1 - buffer] != layer + 1:
+        if layer + 1 < len(self._parts) and self._holds[1 - buffer] != layer + 1:
             self._bring(layer + 1)
-        return {name: part for name, part, _ in self._parts(layer)}
+        return {name: part for name, part, _ in self._parts[layer]}
 
     def done(self, layer: int) -> None:
         """The current stream has been given all work that reads what `take` gave for `layer`."""
@@ -68,19 +68,20 @@ class Stream:
         with torch.cuda.stream(self._side) if self._cuda else contextlib.nullcontext():
             if self._cuda:
                 self._side.wait_event(self._read[buffer])
-            for _, part, host in self._parts(layer):
+            for _, part, host in self._parts[layer]:
                 flat_bytes(part).copy_(flat_bytes(host), non_blocking=True)
             if self._cuda:
                 self._came[buffer].record(self._side)
 
-    def _parts(self, layer: int) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-        """(attribute, tensor in the layer's buffer, tensor in host memory) of each weight."""
-        found, start = [], 0
-        for name, host in self.layers[layer].items():
-            nbytes = flat_bytes(host).numel()
-            found.append((name, like(self._buffers[layer % 2][start : start + nbytes], host), host))
-            start += _aligned(nbytes)
-        return found
+
+def _laid(weights: Weights, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+    """(attribute, tensor in `buffer`, tensor in host memory) of each weight of a layer."""
+    found, start = [], 0
+    for name, host in weights.items():
+        nbytes = flat_bytes(host).numel()
+        found.append((name, like(buffer[start : start + nbytes], host), host))
+        start += _aligned(nbytes)
+    return found
 
 
 def size(layers: Sequence[Weights]) -> int:
