@@ -31,7 +31,7 @@ class Stream:
     def __init__(self, layers: Sequence[Weights], device: torch.device) -> None:
         self.nbytes = 2 * size(layers)
         flat = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
-        halves = flat.split(self.nbytes // 2) if self.nbytes else ()
+        halves = flat.split(self.nbytes // 2) if self.nbytes else (flat, flat)
         self._parts = [_laid(weights, halves[number % 2]) for number, weights in enumerate(layers)]
         self._holds: list[int | None] = [None, None]
         self._cuda = device.type == "cuda"
